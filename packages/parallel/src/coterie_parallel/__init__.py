@@ -1,0 +1,1 @@
+"""Expert and data parallelism for mixture-of-experts training: mesh, dispatchers, gradients, optimizer."""

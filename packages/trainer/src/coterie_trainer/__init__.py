@@ -1,0 +1,1 @@
+"""Train mixture-of-experts language models, from a laptop to a cluster."""
