@@ -1,0 +1,406 @@
+"""The configuration of a run: frozen dataclasses that are read from TOML, with every fault in one report.
+
+A file has the top-level keys of `Config` and one table for each of its parts: ``[model]``, ``[data]``, ``[train]``,
+``[optimizer]``, ``[parallel]``, ``[checkpoint]`` and ``[log]``. Keys are the field names below. TOML has no null, so
+the text ``"none"`` stands for None where a field allows it.
+"""
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from coterie_experts import ExpertsConfig
+from coterie_export import ModelSpec
+from coterie_parallel import ParallelConfig, make_plan, plan_problems
+from coterie_routing import RouterConfig
+
+from coterie_trainer.reading import TableReader, apply_override, to_dict, to_toml
+
+__all__ = [
+    "Config",
+    "ModelConfig",
+    "DataConfig",
+    "TrainConfig",
+    "OptimizerConfig",
+    "CheckpointConfig",
+    "LogConfig",
+    "ConfigError",
+    "load_config",
+    "config_problems",
+    "smallest_world",
+    "config_to_dict",
+    "config_from_dict",
+    "config_to_toml",
+]
+
+
+_TABLES = ("model", "data", "train", "optimizer", "parallel", "checkpoint", "log")
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run; ``problems`` lists everything that is wrong with it."""
+
+    def __init__(self, problems: Sequence[str], source: str = "config") -> None:
+        self.problems = list(problems)
+        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
+        super().__init__("\n".join([f"{source}: {count}", *(f"  - {problem}" for problem in self.problems)]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The sizes and the variants of the decoder; ``head_dim`` None means ``d_model / num_heads``."""
+
+    num_layers: int
+    d_model: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int | None = None
+    norm_placement: Literal["pre", "post"] = "pre"
+    norm_eps: float = 1e-6
+    qk_norm: Literal["head", "width"] | None = None
+    rope_theta: float = 10000.0
+    num_dense_layers: int = 0
+    dense_hidden: int = 0
+    num_experts: int
+    top_k: int
+    expert_hidden: int
+    shared_hidden: int = 0
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool = True
+    route_scale: float = 1.0
+    selection_bias: bool = False
+    tied_embeddings: bool = False
+    init_std: float = 0.02
+    expert_backend: Literal["auto", "reference", "torch"] = "auto"
+
+    def router_config(self) -> RouterConfig:
+        """Return the part of these settings that the router needs."""
+        return RouterConfig(
+            d_model=self.d_model,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            score_function=self.score_function,
+            renormalize=self.renormalize,
+            route_scale=self.route_scale,
+            selection_bias=self.selection_bias,
+        )
+
+    def experts_config(self) -> ExpertsConfig:
+        """Return the part of these settings that the routed experts need."""
+        return ExpertsConfig(
+            d_model=self.d_model,
+            d_hidden=self.expert_hidden,
+            num_experts=self.num_experts,
+            backend=self.expert_backend,
+        )
+
+    def to_spec(self, vocab_size: int, max_sequence_length: int, eos_id: int | None) -> ModelSpec:
+        """Return the complete description of the model, with what only the data knows filled in."""
+        return ModelSpec(
+            vocab_size=vocab_size,
+            d_model=self.d_model,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.d_model // self.num_heads if self.head_dim is None else self.head_dim,
+            norm_eps=self.norm_eps,
+            norm_placement=self.norm_placement,
+            qk_norm=self.qk_norm,
+            rope_theta=self.rope_theta,
+            max_sequence_length=max_sequence_length,
+            num_dense_layers=self.num_dense_layers,
+            dense_hidden=self.dense_hidden,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            expert_hidden=self.expert_hidden,
+            shared_hidden=self.shared_hidden,
+            score_function=self.score_function,
+            renormalize=self.renormalize,
+            route_scale=self.route_scale,
+            selection_bias=self.selection_bias,
+            tied_embeddings=self.tied_embeddings,
+            bos_id=None,
+            eos_id=eos_id,
+            pad_id=None,
+        )
+
+    def problems(self) -> list[str]:
+        """Return every fault of these settings, those that the router and the experts find included."""
+        sizes = ("num_layers", "d_model", "num_heads", "num_kv_heads", "num_experts", "expert_hidden")
+        found = _at_least(self, 1, *sizes) + _at_least(self, 0, "num_dense_layers", "dense_hidden", "shared_hidden")
+        found += _above_zero(self, "norm_eps", "rope_theta", "init_std")
+        if self.num_heads >= 1 and self.num_kv_heads >= 1 and self.num_heads % self.num_kv_heads:
+            works = ", ".join(str(n) for n in range(1, self.num_heads + 1) if self.num_heads % n == 0)
+            found.append(
+                f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads}); "
+                f"num_kv_heads that work with {self.num_heads} heads: {works}"
+            )
+        found += self._head_dim_problems()
+        if self.num_dense_layers >= self.num_layers >= 1:
+            found.append(
+                f"num_dense_layers ({self.num_dense_layers}) must be below num_layers ({self.num_layers}): at least "
+                f"one layer has experts; at most {self.num_layers - 1} works"
+            )
+        if self.num_dense_layers >= 1 and self.dense_hidden == 0:
+            found.append(
+                f"dense_hidden (0) must be at least 1 for the {self.num_dense_layers} dense layers "
+                f"(num_dense_layers); usual: {4 * self.d_model}"
+            )
+        # Sizes are judged above, under their names in the file; the packages get sound ones and judge the rest.
+        sound = dataclasses.replace(
+            self, **{name: max(1, getattr(self, name)) for name in ("d_model", "num_experts", "expert_hidden")}
+        )
+        found += sound.router_config().problems()
+        found += [problem.replace("d_hidden", "expert_hidden") for problem in sound.experts_config().problems()]
+        return found
+
+    def _head_dim_problems(self) -> list[str]:
+        if self.head_dim is not None:
+            if self.head_dim < 2 or self.head_dim % 2:
+                return [
+                    f"head_dim ({self.head_dim}) must be even and at least 2, as rotary embeddings pair its halves; "
+                    f"nearest: {_nearest(self.head_dim, 2)}"
+                ]
+        elif self.d_model >= 1 and self.num_heads >= 1 and self.d_model % (2 * self.num_heads):
+            return [
+                f"d_model ({self.d_model}) must be a multiple of 2 x num_heads ({self.num_heads}) when head_dim is not "
+                f"given, so that each head has an even width; nearest: {_nearest(self.d_model, 2 * self.num_heads)}"
+            ]
+        return []
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where the tokens are; ``source = "stdlib"`` makes them at ``path`` on first use, with ``vocab_size`` tokens."""
+
+    path: str
+    source: Literal["stdlib", "files"] = "files"
+    vocab_size: int = 4096
+    sequence_length: int
+
+    def problems(self) -> list[str]:
+        """Return every fault of these settings."""
+        found = [] if self.path else ["path is empty; name the folder of the token files"]
+        if self.source == "stdlib" and self.vocab_size < 257:
+            found.append(f"vocab_size ({self.vocab_size}) must be at least 257: 256 bytes and the end-of-text token")
+        return found + _at_least(self, 1, "sequence_length")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How long and on how much: ``sequences_per_step`` counts all ranks, ``sequences_per_micro_batch`` one rank."""
+
+    steps: int
+    sequences_per_step: int
+    sequences_per_micro_batch: int
+    balance_coefficient: float = 0.01
+    balance_scope: Literal["sequence", "micro_batch", "step"] = "step"
+    z_coefficient: float = 0.001
+    evaluate_every: int = 0
+    evaluate_sequences: int = 0
+
+    def problems(self) -> list[str]:
+        """Return every fault of these settings."""
+        found = _at_least(self, 1, "steps", "sequences_per_step", "sequences_per_micro_batch")
+        return found + _at_least(
+            self, 0, "balance_coefficient", "z_coefficient", "evaluate_every", "evaluate_sequences"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW and its learning rate: warm-up, then cosine, or constant with a decay at the end (``"wsd"``)."""
+
+    learning_rate: float
+    warmup_steps: int = 0
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    decay_steps: int = 0
+    final_fraction: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    gradient_clip: float = 1.0
+
+    def problems(self) -> list[str]:
+        """Return every fault of these settings."""
+        found = _above_zero(self, "learning_rate", "eps", "gradient_clip")
+        found += _at_least(self, 0, "warmup_steps", "decay_steps", "weight_decay")
+        if not 0.0 <= self.final_fraction <= 1.0:
+            found.append(f"final_fraction ({self.final_fraction}) must be between 0 and 1")
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            found.append(f"betas ({list(self.betas)}) must each be at least 0 and below 1; usual: [0.9, 0.95]")
+        if self.schedule == "cosine" and self.decay_steps > 0:
+            found.append(
+                f'decay_steps ({self.decay_steps}) belongs to the schedule "wsd", and the schedule is "cosine"; '
+                'leave it out or set schedule = "wsd"'
+            )
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When to save (``every`` 0: only at the end) and how many of the last checkpoints to keep."""
+
+    every: int = 0
+    keep: int = 1
+
+    def problems(self) -> list[str]:
+        """Return every fault of these settings."""
+        return _at_least(self, 0, "every") + _at_least(self, 1, "keep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """How often to report progress, and whether TensorBoard, where it is installed, gets it too."""
+
+    every: int = 1
+    tensorboard: bool = True
+
+    def problems(self) -> list[str]:
+        """Return every fault of these settings."""
+        return _at_least(self, 1, "every")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Everything that decides what a run computes and where it leaves the result."""
+
+    run_folder: str
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def problems(self) -> list[str]:
+        """Return every fault that shows without a number of ranks; each names its table."""
+        found = [] if self.run_folder else ["run_folder is empty; name a folder for checkpoints and records"]
+        if self.seed < 0:
+            found.append(f"seed ({self.seed}) must be at least 0")
+        for name in _TABLES:
+            found += [f"{name}: {problem}" for problem in getattr(self, name).problems()]
+        warmup, decay, steps = self.optimizer.warmup_steps, self.optimizer.decay_steps, self.train.steps
+        if self.optimizer.schedule == "wsd" and decay >= 0 and warmup + decay > steps >= 1:
+            found.append(
+                f"optimizer: warmup_steps ({warmup}) + decay_steps ({decay}) must be at most train.steps ({steps}); "
+                f"decay_steps of {max(0, steps - warmup)} would work"
+            )
+        elif self.optimizer.schedule == "cosine" and warmup > steps >= 1:
+            found.append(f"optimizer: warmup_steps ({warmup}) must be at most train.steps ({steps})")
+        return found
+
+
+def config_problems(config: Config, world: int | None, vocab_size: int | None = None) -> list[str]:
+    """Return everything that keeps ``config`` from running on ``world`` ranks: each package's faults and cross checks.
+
+    Args:
+        config: What to judge.
+        world: Number of ranks; None takes the smallest number that the parallel table allows.
+        vocab_size: Size of the vocabulary in the data, where it is known already.
+    """
+    world = smallest_world(config) if world is None else world
+    found = config.problems()
+    found += [
+        f"parallel: {problem}"
+        for problem in plan_problems(config.parallel, world, num_experts=max(1, config.model.num_experts))
+    ]
+    if not plan_problems(config.parallel, world):
+        data = make_plan(config.parallel, world).data
+        total, micro = config.train.sequences_per_step, config.train.sequences_per_micro_batch
+        if total >= 1 and micro >= 1 and total % (data * micro):
+            found.append(
+                f"train: sequences_per_step ({total}) must be a multiple of data ({data}) x sequences_per_micro_batch "
+                f"({micro}) = {data * micro}; nearest: {_nearest(total, data * micro)}"
+            )
+    if not any(problem.startswith(("model:", "data:")) for problem in found):
+        # The export's own rules come last: where they repeat a rule from above, it was reported in the file's words.
+        spec = config.model.to_spec(vocab_size or config.data.vocab_size, config.data.sequence_length, None)
+        found += [f"model: {problem}" for problem in spec.problems()]
+    return list(dict.fromkeys(found))
+
+
+def smallest_world(config: Config) -> int:
+    """Return the smallest world that the parallel table allows: pipeline x data, each -1 as small as can be."""
+    parallel = config.parallel
+    data = parallel.data if parallel.data >= 1 else max(1, parallel.expert)
+    return max(1, parallel.pipeline) * data
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = (), world: int | None = None) -> Config:
+    """Read a TOML file, apply ``table.key=value`` overrides, and check all of it.
+
+    Args:
+        path: The TOML file.
+        overrides: As given to ``--set``. The value is read as TOML; what is not TOML is taken as text.
+        world: Number of ranks to check for; None checks for the smallest that the parallel table allows.
+
+    Raises:
+        ConfigError: With everything that is wrong: unknown keys, types, values, and values that do not fit together.
+    """
+    with open(path, "rb") as file:
+        try:
+            table = tomllib.load(file)
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError([f"this is not TOML: {error}"], str(path)) from None
+    wrong_overrides = [problem for text in overrides if (problem := apply_override(table, text))]
+    return config_from_dict(table, source=str(path), world=world, known_problems=wrong_overrides)
+
+
+def config_from_dict(
+    table: Mapping[str, Any], *, source: str = "config", world: int | None = None, known_problems: Sequence[str] = ()
+) -> Config:
+    """Read a `Config` from nested mappings, strictly; the inverse of `config_to_dict`.
+
+    Args:
+        table: Keys as in the TOML file.
+        source: What the error calls the origin.
+        world: As for `load_config`.
+        known_problems: Faults found before, to be reported with the rest.
+
+    Raises:
+        ConfigError: With everything that is wrong.
+    """
+    reader = TableReader(Config)
+    config: Config | None = reader.read(table)
+    problems = [*known_problems, *reader.problems]
+    if config is not None:
+        problems += config_problems(config, world)
+    else:
+        problems += [f"{name}: {text}" for name, part in reader.complete.items() for text in part.problems()]
+    if problems or config is None:
+        raise ConfigError(problems, source)
+    return config
+
+
+def config_to_dict(config: Config) -> dict[str, Any]:
+    """Return ``config`` as nested dicts of plain values that both TOML and JSON can hold (None as ``"none"``)."""
+    return to_dict(config)
+
+
+def config_to_toml(config: Config) -> str:
+    """Return ``config`` as a TOML file with every key written out."""
+    return to_toml(config)
+
+
+def _at_least(config: object, minimum: int, *names: str) -> list[str]:
+    values = ((name, getattr(config, name)) for name in names)
+    return [f"{name} ({value}) must be at least {minimum}" for name, value in values if value < minimum]
+
+
+def _above_zero(config: object, *names: str) -> list[str]:
+    values = ((name, getattr(config, name)) for name in names)
+    return [f"{name} ({value}) must be above 0" for name, value in values if not value > 0]
+
+
+def _nearest(value: int, step: int) -> str:
+    """Return the multiples of ``step`` on both sides of ``value``, as "56 or 64"."""
+    below = value // step * step
+    return f"{below} or {below + step}" if below >= step else str(step)
