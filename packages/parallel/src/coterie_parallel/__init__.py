@@ -1,1 +1,55 @@
 """Expert and data parallelism for mixture-of-experts training: mesh, dispatchers, gradients, optimizer."""
+
+from coterie_parallel.axis import Axis
+from coterie_parallel.collectives import (
+    CollectiveError,
+    all_gather,
+    all_gather_objects,
+    all_reduce_max,
+    all_reduce_sum,
+    all_reduce_sum_,
+    barrier,
+    broadcast_,
+    exchange_rows,
+)
+from coterie_parallel.dispatch import Dispatched, Dispatcher, dispatcher_class, known_dispatchers, make_dispatcher
+from coterie_parallel.gradients import GradientReducer, clip_gradients_, count_elements, global_gradient_norm
+from coterie_parallel.mesh import Mesh
+from coterie_parallel.optimizer import AdamWConfig, Optimizer
+from coterie_parallel.placement import DENSE, EXPERTS, Placement, replica_problems
+from coterie_parallel.plan import AXES, Coordinates, ParallelConfig, Plan, make_plan, plan_problems
+
+__all__ = [
+    "ParallelConfig",
+    "Plan",
+    "Coordinates",
+    "make_plan",
+    "plan_problems",
+    "AXES",
+    "Axis",
+    "Mesh",
+    "CollectiveError",
+    "all_gather",
+    "all_gather_objects",
+    "all_reduce_max",
+    "all_reduce_sum",
+    "all_reduce_sum_",
+    "barrier",
+    "broadcast_",
+    "exchange_rows",
+    "Dispatched",
+    "Dispatcher",
+    "dispatcher_class",
+    "known_dispatchers",
+    "make_dispatcher",
+    "DENSE",
+    "EXPERTS",
+    "Placement",
+    "replica_problems",
+    "GradientReducer",
+    "clip_gradients_",
+    "count_elements",
+    "global_gradient_norm",
+    "AdamWConfig",
+    "Optimizer",
+]

@@ -1,0 +1,127 @@
+"""Collectives that take an axis, never a default group, and name it when they fail.
+
+None of them has a backward: a tensor that requires a gradient is refused, so that no gradient is lost in silence.
+An axis of one rank returns at once. On a GPU a fault may be raised by torch's watchdog instead of by the call; the
+name of the group then stands in its message.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from coterie_parallel.axis import Axis
+
+__all__ = [
+    "CollectiveError",
+    "all_gather",
+    "all_gather_objects",
+    "all_reduce_max",
+    "all_reduce_sum",
+    "all_reduce_sum_",
+    "barrier",
+    "broadcast_",
+    "exchange_rows",
+]
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed: a peer died, stopped or was later than the time-out."""
+
+
+@contextmanager
+def _named(what: str, axis: Axis) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        ranks = ", ".join(map(str, axis.ranks))
+        raise CollectiveError(
+            f"{what} on the {axis.name!r} axis (ranks {ranks}) failed on rank {axis.ranks[axis.index]}: "
+            f"a peer stopped, died or was later than the time-out. {error}"
+        ) from error
+
+
+def _refuse_gradient(what: str, tensor: Tensor) -> None:
+    if torch.is_grad_enabled() and tensor.requires_grad:
+        raise ValueError(f"{what} has no backward, and its input requires a gradient; detach the input first")
+
+
+def all_reduce_sum_(tensor: Tensor, axis: Axis) -> Tensor:
+    """Replace ``tensor`` by its sum over ``axis`` and return it; the result is equal on all ranks of the axis."""
+    _refuse_gradient("all_reduce_sum", tensor)
+    if axis.group is not None:
+        with _named("all_reduce_sum", axis):
+            dist.all_reduce(tensor, dist.ReduceOp.SUM, group=axis.group)
+    return tensor
+
+
+def all_reduce_sum(tensor: Tensor, axis: Axis) -> Tensor:
+    """Return the sum of ``tensor`` over ``axis`` as a new tensor; the result is equal on all ranks of the axis."""
+    _refuse_gradient("all_reduce_sum", tensor)
+    return all_reduce_sum_(tensor.clone(memory_format=torch.contiguous_format), axis)
+
+
+def all_reduce_max(tensor: Tensor, axis: Axis) -> Tensor:
+    """Return the elementwise largest value of ``tensor`` over ``axis`` as a new tensor."""
+    _refuse_gradient("all_reduce_max", tensor)
+    result = tensor.clone(memory_format=torch.contiguous_format)
+    if axis.group is not None:
+        with _named("all_reduce_max", axis):
+            dist.all_reduce(result, dist.ReduceOp.MAX, group=axis.group)
+    return result
+
+
+def broadcast_(tensor: Tensor, axis: Axis, *, source: int = 0) -> Tensor:
+    """Replace ``tensor`` by the one of axis index ``source`` and return it; it must be contiguous."""
+    _refuse_gradient("broadcast", tensor)
+    if axis.group is not None:
+        with _named("broadcast", axis):
+            dist.broadcast(tensor, axis.ranks[source], group=axis.group)
+    return tensor
+
+
+def all_gather(tensor: Tensor, axis: Axis) -> list[Tensor]:
+    """Return the tensors of all ranks in the order of the axis index; shape and dtype must be the same on all."""
+    _refuse_gradient("all_gather", tensor)
+    if axis.group is None:
+        return [tensor.clone()]
+    results = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in axis.ranks]
+    with _named("all_gather", axis):
+        dist.all_gather(results, tensor.contiguous(), group=axis.group)
+    return results
+
+
+def all_gather_objects(value: Any, axis: Axis) -> list[Any]:
+    """Return the picklable values of all ranks in the order of the axis index; for small things on the host."""
+    if axis.group is None:
+        return [value]
+    results: list[Any] = [None] * axis.size
+    with _named("all_gather_objects", axis):
+        dist.all_gather_object(results, value, group=axis.group)
+    return results
+
+
+def barrier(axis: Axis) -> None:
+    """Wait until every rank of ``axis`` is here."""
+    all_gather_objects(None, axis)
+
+
+def exchange_rows(rows: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], axis: Axis) -> Tensor:
+    """Send consecutive rows to each rank of ``axis`` and return what came, in the order of the axis index.
+
+    Args:
+        rows: (sum of send_counts, ...), the rows for index 0 first.
+        send_counts: number of rows for each axis index, may be zero.
+        receive_counts: number of rows that come from each axis index, may be zero.
+        axis: every rank of it must call, also one that sends and receives nothing.
+    """
+    _refuse_gradient("exchange_rows", rows)
+    if axis.group is None:
+        return rows
+    received = rows.new_empty((sum(receive_counts), *rows.shape[1:]))
+    with _named("exchange_rows", axis):
+        dist.all_to_all_single(received, rows.contiguous(), list(receive_counts), list(send_counts), group=axis.group)
+    return received

@@ -1,0 +1,93 @@
+"""The table that says where each parameter lives; reduction, norm and clipping follow from it alone."""
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from coterie_parallel.collectives import all_gather_objects
+from coterie_parallel.mesh import Mesh
+from coterie_parallel.plan import AXES, Plan
+
+__all__ = ["DENSE", "EXPERTS", "Placement", "placed_parameters", "replica_problems"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """The axes over which a parameter is replicated, and those over which its elements are sharded.
+
+    Together they must account for every rank exactly once.
+    """
+
+    replicated_over: tuple[str, ...] = ()
+    sharded_over: tuple[str, ...] = ()
+
+    def problems(self, plan: Plan) -> list[str]:
+        """Return every fault of this placement under ``plan``."""
+        axes = self.replicated_over + self.sharded_over
+        unknown = [axis for axis in axes if axis not in AXES]
+        if unknown:
+            return [f"axis ({axis!r}) is unknown; known: {', '.join(AXES)}" for axis in unknown]
+        sizes = [len(plan.axis_ranks(axis)[0]) for axis in axes]
+        if math.prod(sizes) != plan.world:
+            product = " x ".join(f"{axis} ({size})" for axis, size in zip(axes, sizes, strict=True)) or "no axis (1)"
+            return [f"{product} = {math.prod(sizes)} ranks must be the whole world ({plan.world})"]
+        return []
+
+
+DENSE = Placement(replicated_over=("data",))
+"""Attention, norms, embeddings, routers, shared experts: the same on all ranks."""
+
+EXPERTS = Placement(replicated_over=("expert_data",), sharded_over=("expert",))
+"""Routed experts: each rank of the expert axis holds its own."""
+
+
+def placed_parameters(
+    named_parameters: Iterable[tuple[str, Tensor]], placements: Mapping[str, Placement], plan: Plan
+) -> dict[str, Tensor]:
+    """Return the trainable parameters by name, sorted by name.
+
+    Raises:
+        ValueError: naming each parameter that has no placement or a wrong one, whose name occurs twice, or that occurs
+            under two names.
+    """
+    found: dict[str, Tensor] = {}
+    owner: dict[int, str] = {}
+    problems = []
+    for name, parameter in named_parameters:
+        if name in found:
+            problems.append(f"two parameters have the name {name!r}")
+        elif id(parameter) in owner:
+            problems.append(f"one parameter has two names, {owner[id(parameter)]!r} and {name!r}; give it once")
+        elif name not in placements:
+            problems.append(f"parameter {name!r} has no placement; say over which axes it is replicated or sharded")
+        else:
+            problems += [f"placement of {name!r}: {problem}" for problem in placements[name].problems(plan)]
+        found[name] = parameter
+        owner[id(parameter)] = name
+    if problems:
+        raise ValueError("\n".join(problems))
+    return {name: found[name] for name in sorted(found) if found[name].requires_grad}
+
+
+def replica_problems(
+    named_tensors: Iterable[tuple[str, Tensor]], placements: Mapping[str, Placement], mesh: Mesh
+) -> list[str]:
+    """Return a sentence for each tensor that is not bit-equal on the ranks that replicate it; all ranks must call."""
+    by_axis: dict[str, dict[str, str]] = {}
+    for name, tensor in sorted(named_tensors, key=lambda item: item[0]):
+        raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        for axis_name in placements[name].replicated_over:
+            by_axis.setdefault(axis_name, {})[name] = hashlib.sha256(raw.numpy().tobytes()).hexdigest()
+    found = []
+    for axis_name in sorted(by_axis):
+        axis = mesh.axis(axis_name)
+        everywhere = all_gather_objects(by_axis[axis_name], axis)
+        for name, digest in by_axis[axis_name].items():
+            other = [rank for rank, digests in zip(axis.ranks, everywhere, strict=True) if digests.get(name) != digest]
+            if other:
+                found.append(f"{name!r} differs between rank {mesh.rank} and {other} along the {axis_name!r} axis")
+    return found

@@ -1,0 +1,173 @@
+"""How the ranks of a run fold into named axes, decided and checked before any process group exists."""
+
+import math
+from dataclasses import dataclass
+
+from coterie_parallel.dispatch.registry import dispatcher_class, known_dispatchers
+
+__all__ = ["AXES", "Coordinates", "ParallelConfig", "Plan", "make_plan", "plan_problems"]
+
+AXES = ("world", "data", "expert", "expert_data")
+"""The axes of a mesh. ``data`` folds into ``expert_data x expert`` with ``expert`` fastest."""
+
+REST = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """The layout that a user asks for.
+
+    ``data = -1`` takes all ranks that are left by the pipeline; ``expert = -1`` spreads the experts over the whole
+    data axis. ``timeout_s`` is the time-out of every process group.
+    """
+
+    pipeline: int = 1
+    data: int = REST
+    expert: int = 1
+    dispatcher: str = "all_to_all"
+    timeout_s: float = 600.0
+
+    def problems(self) -> list[str]:
+        """Return every fault that shows without knowing the number of ranks."""
+        found = []
+        if self.pipeline < 1:
+            found.append(f"pipeline ({self.pipeline}) must be at least 1")
+        elif self.pipeline > 1:
+            found.append(f"pipeline ({self.pipeline}) must be 1: this version has no pipeline schedule")
+        for name, degree in (("data", self.data), ("expert", self.expert)):
+            if degree < 1 and degree != REST:
+                found.append(f"{name} ({degree}) must be at least 1, or -1 for the rest")
+        if self.dispatcher not in known_dispatchers():
+            found.append(f"dispatcher ({self.dispatcher!r}) is unknown; known: {', '.join(known_dispatchers())}")
+        if not (0 < self.timeout_s < math.inf):
+            found.append(f"timeout_s ({self.timeout_s}) must be a positive number of seconds, for example 600")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coordinates:
+    """The index of one rank on each axis."""
+
+    pipeline: int
+    data: int
+    expert: int
+    expert_data: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A layout with every degree settled.
+
+    ``rank = pipeline_index * data + data_index`` and ``data_index = expert_data_index * expert + expert_index``.
+    Expert index j owns the global experts ``[j * E / expert, (j + 1) * E / expert)``.
+    """
+
+    world: int
+    pipeline: int
+    data: int
+    expert: int
+    expert_data: int
+
+    def __post_init__(self) -> None:
+        assert self.world == self.pipeline * self.data, self
+        assert self.data == self.expert * self.expert_data, self
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Return where ``rank`` sits on each axis."""
+        if not 0 <= rank < self.world:
+            raise ValueError(f"rank ({rank}) must be at least 0 and below the world size ({self.world})")
+        pipeline, data = divmod(rank, self.data)
+        expert_data, expert = divmod(data, self.expert)
+        return Coordinates(pipeline=pipeline, data=data, expert=expert, expert_data=expert_data)
+
+    def axis_ranks(self, axis: str) -> list[tuple[int, ...]]:
+        """Return the groups of ranks that ``axis`` splits the world into, each in the order of the axis index."""
+        if axis not in AXES:
+            raise ValueError(f"axis ({axis!r}) is unknown; known: {', '.join(AXES)}")
+        together: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world):
+            at = self.coordinates(rank)
+            # Ranks that agree in every coordinate but the axis's own belong to one group.
+            fixed = {
+                "world": (),
+                "data": (at.pipeline,),
+                "expert": (at.pipeline, at.expert_data),
+                "expert_data": (at.pipeline, at.expert),
+            }[axis]
+            together.setdefault(fixed, []).append(rank)
+        return [tuple(ranks) for ranks in together.values()]
+
+    def describe(self) -> str:
+        """Return the layout as text: every factor and every product, none hidden."""
+        return (
+            f"world size ({self.world}) = pipeline ({self.pipeline}) x data ({self.data})\n"
+            f"data ({self.data}) = expert_data ({self.expert_data}) x expert ({self.expert})"
+        )
+
+
+def plan_problems(config: ParallelConfig, world: int, *, num_experts: int | None = None) -> list[str]:
+    """Return every fault of ``config`` on ``world`` ranks, each with values that would work."""
+    if world < 1:
+        return [*config.problems(), f"world size ({world}) must be at least 1"]
+    found = config.problems()
+    if config.pipeline < 1 or any(degree < 1 and degree != REST for degree in (config.data, config.expert)):
+        return found
+    data = config.data
+    if config.data == REST:
+        data = world // config.pipeline
+        if world % config.pipeline:
+            found.append(
+                f"world size ({world}) must be a multiple of pipeline ({config.pipeline}); "
+                f"nearest pipeline: {_nearest_divisors(world, config.pipeline)}"
+            )
+            return found
+    elif config.pipeline * config.data != world:
+        product = config.pipeline * config.data
+        found.append(
+            f"pipeline ({config.pipeline}) x data ({config.data}) = {product} must equal the world size ({world}); "
+            f"start {product} ranks, or set data to -1 for the rest"
+        )
+    expert = data if config.expert == REST else config.expert
+    if data % expert:
+        found.append(
+            f"expert ({expert}) must divide data ({data}), where world size ({world}), pipeline ({config.pipeline}); "
+            f"nearest: {_nearest_divisors(data, expert)}"
+        )
+    if num_experts is not None and (num_experts < 1 or num_experts % expert):
+        found.append(
+            f"num_experts ({num_experts}) must be a multiple of the expert degree ({expert}); "
+            f"nearest: {_nearest_multiples(num_experts, expert)}"
+        )
+    elif config.dispatcher in known_dispatchers():
+        reason = dispatcher_class(config.dispatcher).supports(
+            num_experts=num_experts or expert, expert_degree=expert, alignment=1
+        )
+        if reason is not None:
+            found.append(reason)
+    return found
+
+
+def make_plan(config: ParallelConfig, world: int, num_experts: int | None = None) -> Plan:
+    """Settle every degree of ``config`` on ``world`` ranks.
+
+    Raises:
+        ValueError: with all the sentences of `plan_problems`, if there are any.
+    """
+    problems = plan_problems(config, world, num_experts=num_experts)
+    if problems:
+        raise ValueError("\n".join(problems))
+    data = world // config.pipeline
+    expert = data if config.expert == REST else config.expert
+    return Plan(world=world, pipeline=config.pipeline, data=data, expert=expert, expert_data=data // expert)
+
+
+def _nearest_divisors(number: int, wanted: int) -> str:
+    divisors = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    below = [divisor for divisor in divisors if divisor < wanted][-1:]
+    above = [divisor for divisor in divisors if divisor > wanted][:1]
+    return " or ".join(str(divisor) for divisor in below + above)
+
+
+def _nearest_multiples(number: int, of: int) -> str:
+    below = number // of * of
+    return f"{below} or {below + of}" if below > 0 else str(of)
