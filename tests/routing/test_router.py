@@ -1,0 +1,319 @@
+import math
+
+import pytest
+import torch
+from coterie_routing import Router, RouterConfig, balance_loss, route, z_loss
+from torch.utils.checkpoint import checkpoint
+
+from routing import reference
+from routing.cases import ROUTE_CASES
+
+
+def make_router(num_experts=4, d_model=6, top_k=2, seed=0, **options):
+    router = Router(RouterConfig(d_model=d_model, num_experts=num_experts, top_k=top_k, **options))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        router.weight.copy_(torch.randn(router.weight.shape, generator=generator))
+    return router
+
+
+@pytest.mark.parametrize("case", ROUTE_CASES, ids=lambda case: case.name)
+def test_hand_written_routings(case):
+    config = RouterConfig(d_model=1, num_experts=len(case.logits[0]), **case.config)
+    routing = route(
+        torch.tensor(case.logits),
+        config,
+        selection_bias_E=None if case.bias is None else torch.tensor(case.bias),
+        is_real_T=None if case.is_real is None else torch.tensor(case.is_real),
+    )
+    assert routing.ids_TK.tolist() == case.ids
+    assert routing.ids_TK.dtype == routing.counts_E.dtype == torch.int64
+    assert routing.counts_E.tolist() == routing.sums.counts_E.tolist() == case.counts
+    assert routing.sums.num_tokens.item() == case.num_tokens
+    assert routing.weights_TK.dtype == routing.scores_TE.dtype == torch.float32
+    rounding = {"rtol": 1e-6, "atol": 1e-7}
+    torch.testing.assert_close(routing.weights_TK, torch.tensor(case.weights), **rounding)
+    expected = torch.tensor(case.probability_sums, dtype=torch.float64)
+    torch.testing.assert_close(routing.sums.probability_sums_E, expected, **rounding)
+    assert routing.sums.z_sum.item() == pytest.approx(case.z_sum, rel=1e-6, abs=1e-12)
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(4, 2), (7, 7), (64, 6)])
+def test_softmax_parity_with_hugging_face(make_logits, num_experts, top_k, renormalize):
+    config = RouterConfig(d_model=1, num_experts=num_experts, top_k=top_k, renormalize=renormalize)
+    ours_logits, their_logits = make_logits(33, num_experts), make_logits(33, num_experts)
+    ours = route(ours_logits, config)
+    ids_TK, weights_TK, scores_TE = reference.softmax_router(their_logits, top_k, renormalize)
+    assert torch.equal(ours.ids_TK, ids_TK)
+    assert torch.equal(ours.weights_TK, weights_TK)
+    assert torch.equal(ours.scores_TE, scores_TE)
+    assert torch.equal(ours.counts_E, torch.bincount(ids_TK.flatten(), minlength=num_experts))
+    ours.weights_TK.square().sum().backward()
+    weights_TK.square().sum().backward()
+    torch.testing.assert_close(ours_logits.grad, their_logits.grad, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 2.5])
+def test_sigmoid_and_bias_parity_with_hugging_face(make_logits, renormalize, scale):
+    config = RouterConfig(
+        d_model=1,
+        num_experts=16,
+        top_k=4,
+        score_function="sigmoid",
+        renormalize=renormalize,
+        route_scale=scale,
+        selection_bias=True,
+    )
+    bias_E = make_logits(1, 16, seed=5).detach()[0]
+    ours_logits, their_logits = make_logits(33, 16), make_logits(33, 16)
+    ours = route(ours_logits, config, selection_bias_E=bias_E)
+    ids_TK, weights_TK, scores_TE = reference.sigmoid_router(their_logits, bias_E, 4, renormalize, scale)
+    assert torch.equal(ours.ids_TK, ids_TK)
+    assert not torch.equal(ours.ids_TK, route(ours_logits, config).ids_TK)
+    assert torch.equal(ours.weights_TK, weights_TK)
+    assert torch.equal(ours.scores_TE, scores_TE)
+    ours.weights_TK.square().sum().backward()
+    weights_TK.square().sum().backward()
+    torch.testing.assert_close(ours_logits.grad, their_logits.grad, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 257])
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("selection_bias", [False, True])
+def test_r11_ties_go_to_the_lowest_id(tokens, score_function, selection_bias):
+    config = RouterConfig(
+        d_model=3, num_experts=8, top_k=2, score_function=score_function, selection_bias=selection_bias
+    )
+    router = Router(config)
+    x_TD = torch.zeros(tokens, 3)
+    for _ in range(200):
+        assert torch.equal(router(x_TD).ids_TK, torch.tensor([[0, 1]]).expand(tokens, 2))
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 257])
+def test_r11_ties_between_pairs_come_in_falling_order(tokens):
+    config = RouterConfig(d_model=1, num_experts=8, top_k=5)
+    logits_TE = torch.tensor([[0.0, 2.0, 1.0, 2.0, 0.0, 1.0, 2.0, 0.0]]).repeat(tokens, 1)
+    routing = route(logits_TE, config)
+    assert torch.equal(routing.ids_TK, torch.tensor([[1, 3, 6, 2, 5]]).expand(tokens, 5))
+    assert (routing.weights_TK.diff(dim=1) <= 0).all()
+
+
+def test_r13_bf16_tokens_do_not_make_ties():
+    router = Router(RouterConfig(d_model=2, num_experts=2, top_k=1, renormalize=False))
+    with torch.no_grad():
+        router.weight.copy_(torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
+    x_TD = torch.tensor([[1.0, 0.003]], dtype=torch.bfloat16)
+    weight_bf16 = router.weight.to(torch.bfloat16)
+    assert (x_TD @ weight_bf16.T).unique().numel() == 1, "the case must be a tie in bf16"
+    assert router(x_TD).ids_TK.tolist() == [[1]]
+    assert router.to(torch.bfloat16)(x_TD).ids_TK.tolist() == [[1]]
+
+
+def test_bf16_tokens_give_the_fp32_result_of_the_same_numbers():
+    router = make_router(num_experts=8, d_model=32)
+    x_bf16 = torch.randn(65, 32, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16).requires_grad_()
+    x_fp32 = x_bf16.detach().float().requires_grad_()
+    ours, plain = router(x_bf16), router(x_fp32)
+    assert ours.weights_TK.dtype == ours.scores_TE.dtype == torch.float32
+    assert torch.equal(ours.weights_TK, plain.weights_TK)
+    (gradient,) = torch.autograd.grad(ours.weights_TK.square().sum(), x_bf16)
+    (expected,) = torch.autograd.grad(plain.weights_TK.square().sum(), x_fp32)
+    assert gradient.dtype == torch.bfloat16
+    assert torch.equal(gradient, expected.to(torch.bfloat16))
+
+
+def test_autocast_does_not_reach_the_router():
+    router = make_router(num_experts=8, d_model=32)
+    x_TD = torch.randn(65, 32, generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.nn.functional.linear(x_TD, router.weight).dtype == torch.bfloat16
+        inside = router(x_TD)
+    outside = router(x_TD)
+    assert torch.equal(inside.scores_TE, outside.scores_TE)
+    assert inside.sums.z_sum.item() == outside.sums.z_sum.item()
+
+
+def test_router_equals_route_of_one_linear_layer_with_every_gradient():
+    router = make_router(num_experts=5, d_model=6, top_k=3)
+    x_TD = torch.randn(17, 6, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    weight = router.weight.detach().clone().requires_grad_()
+    plain = route(x_TD @ weight.T, router.config)
+    ours = router(x_TD)
+    assert torch.equal(ours.ids_TK, plain.ids_TK)
+
+    def loss(routing):
+        return routing.weights_TK[:, 0].sum() + balance_loss(routing.sums, top_k=3) + z_loss(routing.sums)
+
+    ours_gradients = torch.autograd.grad(loss(ours), (x_TD, router.weight))
+    plain_gradients = torch.autograd.grad(loss(plain), (x_TD, weight))
+    for gradient, expected in zip(ours_gradients, plain_gradients, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradcheck_in_fp64(make_logits, score_function, renormalize, masked):
+    config = RouterConfig(
+        d_model=1, num_experts=5, top_k=2, score_function=score_function, renormalize=renormalize, route_scale=1.5
+    )
+    is_real_T = torch.tensor([True, False, True, True]) if masked else None
+
+    def outputs(logits_TE):
+        routing = route(logits_TE, config, is_real_T=is_real_T)
+        return routing.weights_TK, routing.scores_TE, routing.sums.probability_sums_E, routing.sums.z_sum
+
+    assert torch.autograd.gradcheck(outputs, make_logits(4, 5, dtype=torch.float64))
+
+
+def test_r27_top_1_keeps_its_choice_dimension_and_normalises_within_a_token(make_logits):
+    plain = route(make_logits(5, 4), RouterConfig(d_model=1, num_experts=4, top_k=1, renormalize=False))
+    assert plain.ids_TK.shape == plain.weights_TK.shape == (5, 1)
+    assert torch.equal(plain.weights_TK[:, 0], plain.scores_TE.amax(1))
+    renormalised = route(make_logits(5, 4), RouterConfig(d_model=1, num_experts=4, top_k=2))
+    torch.testing.assert_close(renormalised.weights_TK.sum(1), torch.ones(5), rtol=1e-6, atol=0)
+
+
+def test_a_masked_row_reaches_nothing_whatever_stands_in_it():
+    router = make_router()
+    x_TD = torch.randn(6, 6, generator=torch.Generator().manual_seed(1))
+    is_real_T = torch.tensor([True, False, True, True, False, True])
+    padded = x_TD.clone()
+    padded[1] = float("nan")
+    padded[4] = float("inf")
+    padded.requires_grad_()
+    alone = x_TD[is_real_T].requires_grad_()
+    with_padding, without = router(padded, is_real_T), router(alone)
+
+    assert with_padding.ids_TK[~is_real_T].eq(-1).all()
+    assert with_padding.weights_TK[~is_real_T].eq(0).all()
+    assert with_padding.scores_TE[~is_real_T].eq(0).all()
+    assert torch.equal(with_padding.ids_TK[is_real_T], without.ids_TK)
+    torch.testing.assert_close(with_padding.weights_TK[is_real_T], without.weights_TK, rtol=1e-6, atol=1e-7)
+    assert torch.equal(with_padding.counts_E, without.counts_E)
+    assert with_padding.sums.num_tokens.item() == 4
+
+    def loss(routing):
+        return (
+            routing.weights_TK.square().sum()
+            + balance_loss(routing.sums, top_k=2)
+            + z_loss(routing.sums)
+            + routing.scores_TE.square().sum()
+        )
+
+    x_gradient, weight_gradient = torch.autograd.grad(loss(with_padding), (padded, router.weight))
+    x_expected, weight_expected = torch.autograd.grad(loss(without), (alone, router.weight))
+    torch.testing.assert_close(weight_gradient, weight_expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(x_gradient[is_real_T], x_expected, rtol=1e-5, atol=1e-6)
+    assert x_gradient[~is_real_T].eq(0).all()
+
+
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("tokens", "mask"), [(0, None), (0, []), (3, [False] * 3)], ids=["T=0", "T=0 mask", "all pad"])
+def test_no_tokens_give_zero_loss_and_zero_gradient(tokens, mask, score_function):
+    router = make_router(score_function=score_function)
+    x_TD = torch.randn(tokens, 6).requires_grad_()
+    is_real_T = None if mask is None else torch.tensor(mask, dtype=torch.bool)
+    routing = router(x_TD, is_real_T)
+    assert routing.ids_TK.shape == routing.weights_TK.shape == (tokens, 2)
+    assert routing.counts_E.tolist() == [0, 0, 0, 0]
+    loss = balance_loss(routing.sums, top_k=2) + z_loss(routing.sums) + routing.weights_TK.sum()
+    assert loss.item() == 0
+    loss.backward()
+    assert router.weight.grad.eq(0).all()
+    assert x_TD.grad.eq(0).all()
+
+
+def test_forward_changes_no_state_and_recompute_changes_no_count():
+    router = make_router(selection_bias=True, score_function="sigmoid")
+    x_TD = torch.randn(10, 6, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    before = {name: value.clone() for name, value in router.state_dict().items()}
+
+    def sums_of(x_TD):
+        sums = router(x_TD).sums
+        return sums.counts_E, sums.probability_sums_E, sums.z_sum
+
+    counts_E, probability_sums_E, z_sum = checkpoint(sums_of, x_TD, use_reentrant=False)
+    plain_counts_E, plain_sums_E, plain_z_sum = sums_of(x_TD)
+    (recomputed,) = torch.autograd.grad(probability_sums_E[0] + z_sum, x_TD)
+    (plain,) = torch.autograd.grad(plain_sums_E[0] + plain_z_sum, x_TD)
+    assert counts_E.sum().item() == 20
+    assert torch.equal(counts_E, plain_counts_E)
+    assert torch.equal(recomputed, plain)
+    assert before.keys() == router.state_dict().keys() == {"weight", "selection_bias"}
+    assert all(torch.equal(value, before[name]) for name, value in router.state_dict().items())
+
+
+def test_the_bias_exists_only_if_asked_for_and_stays_fp32():
+    assert list(make_router().state_dict()) == ["weight"]
+    router = make_router(selection_bias=True)
+    assert router.selection_bias.tolist() == [0, 0, 0, 0]
+    router.selection_bias.fill_(1.001)  # bf16 would hold 1.0
+    router.to(torch.bfloat16)
+    assert router.weight.dtype == torch.bfloat16
+    assert router.selection_bias.dtype == torch.float32
+    assert router.selection_bias[0].item() == pytest.approx(1.001, abs=1e-7)
+    assert router.state_dict()["selection_bias"].dtype == torch.float32
+
+
+def test_the_bias_changes_the_selection_of_the_module():
+    router = make_router(selection_bias=True)
+    x_TD = torch.randn(9, 6, generator=torch.Generator().manual_seed(1))
+    assert not router(x_TD).ids_TK[:, 0].eq(3).all()
+    router.selection_bias[3] = 2.0
+    assert router(x_TD).ids_TK[:, 0].eq(3).all()
+
+
+def test_meta_device_then_real_values():
+    config = RouterConfig(d_model=6, num_experts=4, top_k=2, selection_bias=True)
+    router = Router(config, device="meta")
+    assert router(torch.empty(3, 6, device="meta")).weights_TK.shape == (3, 2)
+    router.to_empty(device="cpu").reset_parameters()
+    assert router.selection_bias.tolist() == [0, 0, 0, 0]
+    assert router.weight.std().item() == pytest.approx(0.02, rel=0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_route_refuses_logits_of_low_precision(dtype):
+    with pytest.raises(ValueError, match="needs fp32 or fp64 logits"):
+        route(torch.zeros(3, 4, dtype=dtype), RouterConfig(d_model=1, num_experts=4, top_k=2))
+
+
+def test_wrong_shapes_are_refused_with_both_numbers():
+    router = make_router()
+    with pytest.raises(ValueError, match=r"\(T, 6\), got \(2, 3, 6\)"):
+        router(torch.zeros(2, 3, 6))
+    with pytest.raises(ValueError, match=r"\(T, 6\), got \(3, 5\)"):
+        router(torch.zeros(3, 5))
+    with pytest.raises(ValueError, match=r"\(T, 4\), got \(3, 5\)"):
+        route(torch.zeros(3, 5), router.config)
+    with pytest.raises(ValueError, match=r"\(4,\), got \(1,\)"):
+        route(torch.zeros(3, 4), router.config, selection_bias_E=torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.ones(4, dtype=torch.bool),
+        torch.ones(3, 1, dtype=torch.bool),
+        torch.ones(3),
+        torch.ones(3, dtype=torch.int64),
+        torch.ones(3, dtype=torch.bool, device="meta"),
+    ],
+    ids=["length", "dimensions", "float", "integer", "device"],
+)
+def test_a_mask_that_does_not_fit_is_refused(mask):
+    with pytest.raises(ValueError, match=r"is_real_T must be a bool tensor of shape \(3,\) on cpu"):
+        make_router()(torch.zeros(3, 6), mask)
+    with pytest.raises(ValueError, match=r"is_real_T must be a bool tensor of shape \(3,\) on cpu"):
+        route(torch.zeros(3, 4), make_router().config, is_real_T=mask)
+
+
+def test_r16_z_loss_of_zero_logits_is_that_of_logits():
+    router = Router(RouterConfig(d_model=2, num_experts=8, top_k=2))
+    loss = z_loss(router(torch.zeros(5, 2)).sums).item()
+    assert loss == pytest.approx(math.log(8) ** 2, rel=1e-6)
+    assert loss == pytest.approx(4.324, abs=5e-4)
