@@ -1,8 +1,8 @@
 """Batches from token files: documents packed into sequences, in an order that is a pure function of the step number.
 
 A split is one long row of tokens in which every document ends with the end-of-text token. Sequence ``i`` of length
-``S`` covers the tokens ``[i * S, (i + 1) * S)``; the target of a position is the next token if that token belongs to the same
-document, else -1. So every token is in exactly one sequence, and nothing is predicted across documents.
+``S`` covers the tokens ``[i * S, (i + 1) * S)``; the target of a position is the next token if that token belongs to
+the same document, else -1. So every token is in exactly one sequence, and nothing is predicted across documents.
 """
 
 import time
@@ -154,8 +154,8 @@ def open_split(folder: str | Path, split: str) -> Sequences:
 class TrainBatches:
     """Give the batches of any optimizer step to one data rank, as a pure function of the step number.
 
-    Each epoch is a permutation of all sequences made from (seed, epoch); epoch follows epoch. Step ``n`` takes the numbers
-    ``[n * sequences_per_step, (n + 1) * sequences_per_step)`` of that endless order, rank ``data_index`` the
+    Each epoch is a permutation of all sequences made from (seed, epoch); epoch follows epoch. Step ``n`` takes the
+    numbers ``[n * sequences_per_step, (n + 1) * sequences_per_step)`` of that endless order, rank ``data_index`` the
     ``data_index``-th contiguous part of them, cut into micro-batches. So a resumed run needs no state, and the
     sequences of a step are the same for every ``data_size`` and every micro-batch size.
     """
@@ -173,8 +173,8 @@ class TrainBatches:
         unit = data_size * sequences_per_micro_batch
         if sequences_per_step < 1 or unit < 1 or sequences_per_step % unit:
             raise ValueError(
-                f"sequences_per_step ({sequences_per_step}) must be a positive multiple of the data degree ({data_size}) times "
-                f"sequences_per_micro_batch ({sequences_per_micro_batch}); nearest above: {_next_multiple(sequences_per_step, unit)}"
+                f"sequences_per_step ({sequences_per_step}) must be a multiple of the data degree ({data_size}) times "
+                f"sequences_per_micro_batch ({sequences_per_micro_batch}), so of {unit}"
             )
         assert 0 <= data_index < data_size, (data_index, data_size)
         self.sequences = sequences
@@ -293,7 +293,7 @@ class Prefetch:
 
 
 def prefetch(batches: TrainBatches, start: int, stop: int) -> Prefetch:
-    """Return an iterator over the batches of each step from ``start`` to ``stop - 1``, read one step ahead in a thread."""
+    """Return an iterator over the batches of steps ``start`` to ``stop - 1`` that reads one step ahead in a thread."""
     return Prefetch(batches, start, stop)
 
 
@@ -305,12 +305,13 @@ def permute(places: NDArray[np.int64], count: int, seed: int, epoch: int) -> NDA
     """
     half = max(1, (max(count - 1, 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half) - 1)
-    keys = _mix(_mix(np.array([seed % 2**64], np.uint64)) + np.uint64(epoch % 2**64)) + np.arange(6, dtype=np.uint64)
+    keys = _mix(np.array([epoch], np.uint64) + _mix(np.array([seed % 2**64], np.uint64)))
+    keys = _mix(keys + np.arange(6, dtype=np.uint64))
     values = places.astype(np.uint64)
     todo = np.ones(len(values), bool)
     while todo.any():
         left, right = values[todo] >> np.uint64(half), values[todo] & mask
-        for key in _mix(keys):
+        for key in keys:
             left, right = right, left ^ (_mix(right + key) & mask)
         values[todo] = (left << np.uint64(half)) | right
         todo = values >= count
@@ -323,7 +324,3 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
-
-
-def _next_multiple(value: int, unit: int) -> int:
-    return max(1, -(-value // max(1, unit))) * max(1, unit)
