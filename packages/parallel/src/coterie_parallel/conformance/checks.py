@@ -1,0 +1,150 @@
+"""Run a dispatcher on the cases and compare every output and every gradient with the reference, bit for bit."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from coterie_parallel.axis import Axis
+from coterie_parallel.conformance.cases import CASES, Case, Tokens, make_tokens
+from coterie_parallel.conformance.reference import Layout, reference_combine, reference_layout, reference_rows
+from coterie_parallel.dispatch import Dispatched, Dispatcher, dispatcher_class
+
+__all__ = ["case_problems", "conformance_problems"]
+
+NUM_LAYERS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layer:
+    """One dispatch and combine with what the reference says about it."""
+
+    batch: list[Tokens]
+    layout: Layout
+    x_TD: Tensor
+    weights_TK: Tensor
+    dispatched: Dispatched
+    rows_RD: Tensor
+    y_TD: Tensor
+
+
+def conformance_problems(
+    dispatcher: str | type[Dispatcher], axis: Axis, device: torch.device | str = "cpu", cases: Iterable[Case] = CASES
+) -> list[str]:
+    """Return a sentence for every way in which ``dispatcher`` breaks the contract on this rank.
+
+    Args:
+        dispatcher: a registered name or a class.
+        axis: all its ranks must call together.
+        device: where the tokens are.
+        cases: the batches to run.
+    """
+    chosen = dispatcher_class(dispatcher) if isinstance(dispatcher, str) else dispatcher
+    return [problem for case in cases for problem in case_problems(chosen, case, axis, device)]
+
+
+def case_problems(
+    dispatcher: type[Dispatcher], case: Case, axis: Axis, device: torch.device | str = "cpu"
+) -> list[str]:
+    """Return a sentence for every way in which ``dispatcher`` breaks the contract on one case.
+
+    Two layers run forward, then backward in reverse order, as in a model, so that buffers a back-end uses again show.
+    Nothing is compared before all communication is over: a fault on one rank does not leave the others waiting.
+    """
+    num_experts = case.experts_per_rank * axis.size
+    reason = dispatcher.supports(num_experts=num_experts, expert_degree=axis.size, alignment=case.alignment)
+    if reason is not None:
+        return [f"{case.name}: not supported: {reason}"]
+    instance = dispatcher(num_experts=num_experts, axis=axis, alignment=case.alignment)
+    layers = [_forward(instance, case, axis, number, device) for number in range(NUM_LAYERS)]
+    gradients = [_backward(layer, axis) for layer in reversed(layers)][::-1]
+    return [
+        f"{case.name}, layer {number}, rank {axis.ranks[axis.index]}: {problem}"
+        for number, (layer, gradient) in enumerate(zip(layers, gradients, strict=True))
+        for problem in _layer_problems(layer, gradient, axis)
+    ]
+
+
+def _forward(instance: Dispatcher, case: Case, axis: Axis, number: int, device: Any) -> _Layer:
+    batch = [make_tokens(case, degree=axis.size, source=source, layer=number) for source in range(axis.size)]
+    layout = reference_layout(
+        [tokens.ids_TK.tolist() for tokens in batch],
+        num_experts=instance.num_experts,
+        degree=axis.size,
+        index=axis.index,
+        alignment=case.alignment,
+    )
+    own = batch[axis.index]
+    x_TD = own.x_TD.to(device).requires_grad_()
+    weights_TK = own.weights_TK.to(device).requires_grad_()
+    dispatched = instance.dispatch(x_TD, own.ids_TK.to(device), weights_TK)
+    rows_RD = _fill(dispatched.rows_RD, layout, [tokens.pair_rows_TKD for tokens in batch]).requires_grad_()
+    y_TD = instance.combine(rows_RD, dispatched.handle)
+    return _Layer(
+        batch=batch,
+        layout=layout,
+        x_TD=x_TD,
+        weights_TK=weights_TK,
+        dispatched=dispatched,
+        rows_RD=rows_RD,
+        y_TD=y_TD,
+    )
+
+
+def _backward(layer: _Layer, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
+    grad_y_TD = layer.batch[axis.index].grad_y_TD.to(layer.y_TD.device)
+    # Products, because torch imports sympy (seconds in every process) to check explicit output gradients.
+    (grad_rows_RD,) = torch.autograd.grad((layer.y_TD * grad_y_TD).sum(), layer.rows_RD)
+    rows_RD, row_weights_R = layer.dispatched.rows_RD, layer.dispatched.row_weights_R
+    given_RD = _fill(rows_RD, layer.layout, [tokens.pair_rows_TKD for tokens in layer.batch])
+    given_R = _fill(row_weights_R, layer.layout, [tokens.pair_weights_TK for tokens in layer.batch])
+    loss = (rows_RD * given_RD).sum() + (row_weights_R * given_R).sum()
+    grad_x_TD, grad_weights_TK = torch.autograd.grad(loss, (layer.x_TD, layer.weights_TK))
+    return grad_rows_RD, grad_x_TD, grad_weights_TK
+
+
+def _fill(like_R: Tensor, layout: Layout, values: list[Tensor]) -> Tensor:
+    # Padding and rows past the end hold NaN: a back-end that reads them shows it.
+    filled = torch.full_like(like_R, torch.nan, requires_grad=False)
+    rows = reference_rows(layout, values, padding=torch.nan)[: filled.shape[0]]
+    filled[: rows.shape[0]] = rows.to(filled)
+    return filled
+
+
+def _layer_problems(layer: _Layer, gradients: tuple[Tensor, Tensor, Tensor], axis: Axis) -> list[str]:
+    own, layout, sent = layer.batch[axis.index], layer.layout, layer.dispatched
+    grad_rows_RD, grad_x_TD, grad_weights_TK = gradients
+    used = len(layout.pairs_R)
+    choices = own.ids_TK.shape[1]
+
+    def by_pair(name: str) -> list[Tensor]:
+        return [getattr(tokens, name).unsqueeze(1).expand(-1, choices, -1) for tokens in layer.batch]
+
+    routed_TK = own.ids_TK >= 0
+    expected = {
+        "offsets_e": (sent.offsets_e, torch.tensor(layout.offsets_e, dtype=torch.int32)),
+        "rows_RD": (sent.rows_RD[:used], reference_rows(layout, by_pair("x_TD"))),
+        "row_weights_R": (
+            sent.row_weights_R[:used],
+            reference_rows(layout, [tokens.weights_TK for tokens in layer.batch]),
+        ),
+        "y_TD": (layer.y_TD, reference_combine(own.pair_rows_TKD, own.ids_TK)),
+        "gradient of the rows": (grad_rows_RD[:used], reference_rows(layout, by_pair("grad_y_TD"))),
+        "gradient of the tokens": (grad_x_TD, reference_combine(own.pair_rows_TKD, own.ids_TK)),
+        "gradient of the weights": (grad_weights_TK, own.pair_weights_TK.where(routed_TK, torch.zeros(()))),
+    }
+    return [problem for name, pair in expected.items() for problem in _difference(name, *pair)]
+
+
+def _difference(name: str, got: Tensor, expected: Tensor) -> list[str]:
+    got = got.detach().cpu()
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return [
+            f"{name} is {got.dtype} of shape {tuple(got.shape)}, expected {expected.dtype} of {tuple(expected.shape)}"
+        ]
+    if torch.equal(got, expected):
+        return []
+    first = tuple((~(got == expected)).nonzero()[0].tolist())
+    return [f"{name} is wrong first at {first}: {got[first].item()}, expected {expected[first].item()}"]
