@@ -242,7 +242,7 @@ def launch_local(
         procs: Number of processes.
         grace_s: Seconds for an orderly stop.
     """
-    command = [sys.executable, "-m", "coterie_trainer"] if _command is None else list(_command)
+    command = [sys.executable, "-P", "-m", "coterie_trainer"] if _command is None else list(_command)
     children: list[_Child] = []
     with tempfile.TemporaryDirectory(prefix="coterie-") as folder, StopRequest(raise_on_second=False) as stop:
         store = Path(folder) / "store"

@@ -98,8 +98,8 @@ class TableReader:
         return f"unknown key {_dotted(where, key)}; nearest: {name} {place}"
 
 
-def apply_override(table: dict[str, Any], text: str) -> str | None:
-    """Write ``a.b=value`` into ``table``; return what is wrong with it, if anything."""
+def apply_override(table: Any, text: str) -> str | None:
+    """Write ``a.b=value`` into the nested dict ``table``; return what is wrong with it, if anything."""
     path, equals, value = text.partition("=")
     *parents, key = (part.strip() for part in path.split("."))
     if not equals or not key or not all(parents):
