@@ -66,8 +66,8 @@ def test_uniform_routing_through_the_router_gives_exactly_one(score_function, to
     assert balance_loss(route(torch.zeros(5, 8), config).sums, top_k=top_k).item() == 1.0
 
 
-@few
-@given(st.integers(1, 20), st.integers(2, 9), st.integers(0, 2**16), st.sampled_from(["softmax", "sigmoid"]), st.data())
+@settings(deadline=None, max_examples=25)
+@given(st.integers(1, 9), st.integers(2, 6), st.integers(0, 2**16), st.sampled_from(["softmax", "sigmoid"]), st.data())
 def test_balance_loss_equals_a_loop_over_tokens(tokens, num_experts, seed, score_function, data):
     top_k = data.draw(st.integers(2, num_experts))
     is_real_T = torch.tensor(data.draw(st.lists(st.booleans(), min_size=tokens, max_size=tokens)))
