@@ -151,7 +151,10 @@ class ModelConfig:
             )
         # Sizes are judged above, under their names in the file; the packages get sound ones and judge the rest.
         sound = dataclasses.replace(
-            self, **{name: max(1, getattr(self, name)) for name in ("d_model", "num_experts", "expert_hidden")}
+            self,
+            d_model=max(1, self.d_model),
+            num_experts=self.num_experts if self.num_experts >= 1 else max(1, self.top_k),
+            expert_hidden=max(1, self.expert_hidden),
         )
         found += sound.router_config().problems()
         found += [problem.replace("d_hidden", "expert_hidden") for problem in sound.experts_config().problems()]
@@ -307,11 +310,9 @@ def config_problems(config: Config, world: int | None, vocab_size: int | None = 
         vocab_size: Size of the vocabulary in the data, where it is known already.
     """
     world = smallest_world(config) if world is None else world
+    num_experts = config.model.num_experts if config.model.num_experts >= 1 else None
     found = config.problems()
-    found += [
-        f"parallel: {problem}"
-        for problem in plan_problems(config.parallel, world, num_experts=max(1, config.model.num_experts))
-    ]
+    found += [f"parallel: {problem}" for problem in plan_problems(config.parallel, world, num_experts=num_experts)]
     if not plan_problems(config.parallel, world):
         data = make_plan(config.parallel, world).data
         total, micro = config.train.sequences_per_step, config.train.sequences_per_micro_batch
