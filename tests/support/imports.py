@@ -1,37 +1,40 @@
 """Import one installed package in a process of its own and say what is wrong with it: noise, haste, eager loading."""
 
+import functools
 import os
+import resource
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 
-__all__ = ["HEAVY", "import_faults"]
+__all__ = ["OPTIONAL", "import_faults"]
 
-# Optional libraries, which no package loads before it is asked to: an import must work without them and stay quick.
-HEAVY = ("triton", "transformers", "transformer_engine", "quack", "deep_ep", "tensorboard")
+# No package loads these before it is asked to: an import must work without them and stay quick.
+OPTIONAL = ("triton", "transformers", "transformer_engine", "quack", "deep_ep", "tensorboard")
 
-_PROBE = "import sys, {module}; open(sys.argv[1], 'w').write(' '.join(sys.modules))"
+_PROBE = "import sys, {module}\nwith open(sys.argv[1], 'w') as file:\n    file.write(' '.join(sys.modules))"
 
 
-def import_faults(python: str, module: str, *, limit_s: float = 10.0, heavy: tuple[str, ...] = HEAVY) -> list[str]:
+def import_faults(
+    python: str, module: str, *, lazy: tuple[str, ...] = OPTIONAL, limit_s: float = 10.0, base: str = "torch"
+) -> list[str]:
     """Return what is wrong with `import module` in the interpreter `python`: an empty list is a clean import.
 
-    The import must end within `limit_s` seconds, raise no warning, print nothing, and load none of the `heavy`
-    libraries unless torch by itself loads them.
+    The import must raise no warning, print nothing, take at most `limit_s` seconds of processor time (a busy machine
+    makes the clock on the wall say little), and load none of the `lazy` libraries unless `base` by itself does.
     """
-    _run(python, "torch", limit_s=120.0)  # The first import of torch compiles it, which says nothing about us.
-    by_torch, _, _ = _run(python, "torch", limit_s=120.0)
-    start = time.perf_counter()
+    by_base = _loaded_by(python, base)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     try:
-        loaded, code, output = _run(python, module, limit_s=limit_s)
+        loaded, code, output = _run(python, module, timeout_s=12 * limit_s)
     except subprocess.TimeoutExpired:
-        return [f"import {module} did not end within {limit_s:g} s"]
-    seconds = time.perf_counter() - start
+        return [f"import {module} did not end within {12 * limit_s:g} s"]
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     if code != 0:
         return [f"import {module} failed with exit code {code}:\n{output}"]
     faults = [f"import {module} printed:\n{output}"] if output else []
-    eager = sorted(set(heavy) & {name.split(".")[0] for name in loaded - by_torch})
+    eager = sorted(set(lazy) & {name.split(".")[0] for name in loaded - by_base})
     if eager:
         faults.append(f"import {module} loads {', '.join(eager)} at once; import it where it is used")
     if seconds > limit_s:
@@ -39,7 +42,13 @@ def import_faults(python: str, module: str, *, limit_s: float = 10.0, heavy: tup
     return faults
 
 
-def _run(python: str, module: str, *, limit_s: float) -> tuple[set[str], int, str]:
+@functools.cache
+def _loaded_by(python: str, module: str) -> frozenset[str]:
+    # The first import of torch in a new environment also compiles it to byte code, which says nothing about us.
+    return frozenset(_run(python, module, timeout_s=300.0)[0])
+
+
+def _run(python: str, module: str, *, timeout_s: float) -> tuple[set[str], int, str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     with tempfile.TemporaryDirectory() as folder:
         names = Path(folder) / "modules"
@@ -50,7 +59,7 @@ def _run(python: str, module: str, *, limit_s: float) -> tuple[set[str], int, st
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=limit_s,
+            timeout=timeout_s,
             check=False,
         )
         loaded = set(names.read_text(encoding="utf-8").split()) if names.exists() else set()

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ROOT", "Rule", "breaches_in_source", "breaches_in_workspace", "imports", "main", "rules"]
+__all__ = ["HUB", "ROOT", "Rule", "breaches_in_source", "breaches_in_workspace", "imports", "main", "rules"]
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,7 +1,9 @@
 """Run a function on several gloo ranks of this machine, with a time-out, and collect what each returns."""
 
 import multiprocessing
+import multiprocessing.connection
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -60,7 +62,7 @@ def _collect(processes: list[Any], ends: list[Any], timeout_s: float) -> list[An
         for end in ready:
             rank = waiting[end]
             try:
-                failed, value = end.recv()
+                failed, value = pickle.loads(end.recv_bytes())
             except EOFError:
                 processes[rank].join()
                 raise RankFailedError(f"rank {rank} died with exit code {processes[rank].exitcode}") from None
@@ -84,9 +86,10 @@ def _run_one(
             timeout=timedelta(seconds=timeout_s),
         )
         value = function(rank, world, *args)
-        end.send((False, value))
+        # Plain pickle: Connection.send would hand tensors over in shared memory that ends with this process.
+        end.send_bytes(pickle.dumps((False, value)))
         dist.destroy_process_group()
     except BaseException:
-        end.send((True, traceback.format_exc()))
+        end.send_bytes(pickle.dumps((True, traceback.format_exc())))
     finally:
         end.close()
