@@ -1,0 +1,42 @@
+"""Sizes and back-end of a layer of experts."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+__all__ = ["Backend", "BACKENDS", "ExpertsConfig"]
+
+Backend = Literal["auto", "reference", "torch"]
+BACKENDS: tuple[str, ...] = get_args(Backend)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """Describe one layer of SwiGLU experts.
+
+    Args:
+        d_model: width D of a token.
+        d_hidden: hidden width H of one expert.
+        num_experts: number E of experts in the layer, over all ranks.
+        backend: ``reference`` (loops, any dtype), ``torch`` (``F.grouped_mm``) or ``auto``, which takes the fastest
+            one that can run. A named back-end never falls back to another.
+    """
+
+    d_model: int
+    d_hidden: int
+    num_experts: int
+    backend: Backend = "auto"
+
+    def problems(self) -> list[str]:
+        """Return every fault of this config as one sentence each; an empty list means it can be built."""
+        found = [
+            f"{name} ({size}) must be at least 1"
+            for name, size in (
+                ("d_model", self.d_model),
+                ("d_hidden", self.d_hidden),
+                ("num_experts", self.num_experts),
+            )
+            if size < 1
+        ]
+        if self.backend not in BACKENDS:
+            found.append(f"backend ({self.backend!r}) must be one of {', '.join(BACKENDS)}")
+        return found

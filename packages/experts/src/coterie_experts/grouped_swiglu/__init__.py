@@ -1,0 +1,141 @@
+"""The operation of a layer of experts: y = ((silu(x G^T) * (x U^T)) * w) D^T, each row with the weights of its expert.
+
+``reference.py`` is plain torch and the ground truth; ``torch_native.py`` uses grouped matrix products. This file checks
+the arguments and picks.
+"""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from coterie_experts.config import BACKENDS
+from coterie_experts.grouped_swiglu import reference, torch_native
+from coterie_experts.main_grad import into_main_grad
+
+__all__ = ["BackendChoice", "choose_backend", "grouped_swiglu"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendChoice:
+    """The back-end that will run (``name``) and one sentence that says why (``reason``)."""
+
+    name: str
+    reason: str
+
+
+def choose_backend(
+    backend: str, *, d_model: int, d_hidden: int, dtype: torch.dtype, device: torch.device
+) -> BackendChoice:
+    """Pick the back-end for these sizes, dtype and device; ``meta`` counts as a device that can do anything.
+
+    Raises:
+        ValueError: the name is unknown, or the named back-end cannot run here; the text says what to do.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend ({backend!r}) must be one of {', '.join(BACKENDS)}")
+    if backend == "reference":
+        return BackendChoice(name="reference", reason="'reference' was asked for by name")
+    obstacle = torch_native.obstacle(d_model=d_model, d_hidden=d_hidden, dtype=dtype, device=device)
+    if backend == "torch":
+        if obstacle is not None:
+            raise ValueError(f"backend 'torch' cannot run: {obstacle}; or choose backend 'auto' or 'reference'")
+        return BackendChoice(name="torch", reason="'torch' was asked for by name")
+    if obstacle is not None:
+        return BackendChoice(name="reference", reason=f"'torch' cannot run: {obstacle}")
+    return BackendChoice(name="torch", reason=f"F.grouped_mm can run {dtype} on {device.type} and is faster than loops")
+
+
+def grouped_swiglu(
+    rows_RD: Tensor,
+    row_weights_R: Tensor,
+    offsets_e: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """Send each row through its expert: rows [offsets[i-1], offsets[i]) belong to local expert i.
+
+    The row weight multiplies the activation before the down projection, so the sum over the experts of a token is a
+    plain sum. Rows past ``offsets_e[-1]`` are not read; their output and their gradients are zero. A row of weight zero
+    adds exactly zero to every output and weight gradient, whatever numbers it holds (padding may hold NaN); the
+    gradient of its weight is the true one where it is finite, else zero. An expert with no rows has a zero gradient.
+
+    Args:
+        rows_RD: the dtype of the weights; any strides.
+        row_weights_R: float32 (float64 if the rows are float64).
+        offsets_e: int32, inclusive ends of the experts' segments, on the device of the rows.
+        gate_up: (e, 2H, D), gate rows first. If it has a ``main_grad`` its gradient is added there, else to ``grad``.
+        down: (e, D, H), likewise.
+        backend: see ``choose_backend``.
+
+    Returns:
+        Rows of the shape and dtype of ``rows_RD``.
+
+    Raises:
+        ValueError: shapes, dtypes or devices do not fit; on the CPU also offsets that fall or run past the rows (on a
+            GPU that check would cost a host synchronisation, so it is not made).
+    """
+    problems = _argument_problems(rows_RD, row_weights_R, offsets_e, gate_up, down)
+    if problems:
+        raise ValueError("\n".join(problems))
+    choice = choose_backend(
+        backend, d_model=gate_up.shape[2], d_hidden=down.shape[2], dtype=rows_RD.dtype, device=rows_RD.device
+    )
+    run = torch_native.grouped_swiglu if choice.name == "torch" else reference.grouped_swiglu
+    return run(rows_RD, row_weights_R, offsets_e, into_main_grad(gate_up), into_main_grad(down))
+
+
+def _argument_problems(
+    rows_RD: Tensor, row_weights_R: Tensor, offsets_e: Tensor, gate_up: Tensor, down: Tensor
+) -> list[str]:
+    shape_problem = _shape_problem(rows_RD, row_weights_R, offsets_e, gate_up, down)
+    if shape_problem is not None:
+        return [shape_problem]
+    found = []
+    weight_dtype = torch.float64 if rows_RD.dtype == torch.float64 else torch.float32
+    for name, tensor, dtype in (
+        ("row_weights", row_weights_R, weight_dtype),
+        ("offsets", offsets_e, torch.int32),
+        ("gate_up", gate_up, rows_RD.dtype),
+        ("down", down, rows_RD.dtype),
+    ):
+        if tensor.dtype != dtype:
+            found.append(f"{name} must be {dtype} when the rows are {rows_RD.dtype}, but is {tensor.dtype}")
+        if tensor.device != rows_RD.device:
+            found.append(f"{name} is on {tensor.device} but the rows are on {rows_RD.device}; move it there")
+    if not found and offsets_e.device.type == "cpu":
+        found += _offset_problems(offsets_e.tolist(), rows_RD.shape[0])
+    return found
+
+
+def _shape_problem(
+    rows_RD: Tensor, row_weights_R: Tensor, offsets_e: Tensor, gate_up: Tensor, down: Tensor
+) -> str | None:
+    if gate_up.dim() == 3 and down.dim() == 3 and rows_RD.dim() == 2:
+        num_experts, d_model, d_hidden = down.shape
+        wanted = (
+            (rows_RD.shape[0], d_model),
+            (rows_RD.shape[0],),
+            (num_experts,),
+            (num_experts, 2 * d_hidden, d_model),
+        )
+        if wanted == (rows_RD.shape, row_weights_R.shape, offsets_e.shape, gate_up.shape):
+            return None
+    return (
+        "shapes must be rows (R, D), row_weights (R), offsets (e), gate_up (e, 2H, D), down (e, D, H), but are "
+        f"rows {tuple(rows_RD.shape)}, row_weights {tuple(row_weights_R.shape)}, offsets {tuple(offsets_e.shape)}, "
+        f"gate_up {tuple(gate_up.shape)}, down {tuple(down.shape)}"
+    )
+
+
+def _offset_problems(ends: list[int], num_rows: int) -> list[str]:
+    found = []
+    for expert, (start, end) in enumerate(pairwise([0, *ends])):
+        if end < start:
+            found.append(f"offsets must not fall: expert {expert} would start at row {start} and end at row {end}")
+    if ends and ends[-1] > num_rows:
+        found.append(f"offsets end at row {ends[-1]} but there are only {num_rows} rows: the counts do not add up")
+    return found

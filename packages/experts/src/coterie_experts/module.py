@@ -1,0 +1,141 @@
+"""The experts of one layer as a module."""
+
+import torch
+from torch import Tensor, nn
+
+from coterie_experts.config import ExpertsConfig
+from coterie_experts.grouped_swiglu import BackendChoice, choose_backend, grouped_swiglu
+from coterie_experts.initialisation import init_experts
+from coterie_experts.token_rows import order_by_expert, rows_from_tokens, sum_over_choices
+
+__all__ = ["GroupedExperts"]
+
+
+class GroupedExperts(nn.Module):
+    """Hold the SwiGLU experts of one layer, or the part of them that lives on this rank.
+
+    The parameters are ``gate_up`` (e, 2H, D), H gate rows and then H up rows for each expert, and ``down`` (e, D, H):
+    the [out, in] layout of ``nn.Linear`` and of the fused experts of Hugging Face. They start with seeded normal
+    numbers of standard deviation 1/sqrt(width in); ``init_experts`` replaces them.
+
+    Args:
+        config: sizes of the whole layer and the back-end.
+        first_expert: global id of the first expert held here.
+        num_local_experts: how many are held here; all if not given.
+        device: ``meta`` builds without memory.
+        dtype: of the parameters and of the rows.
+
+    Raises:
+        ValueError: the config has problems, the share is not within the layer, or the named back-end cannot run with
+            these sizes, this dtype and this device.
+    """
+
+    def __init__(
+        self,
+        config: ExpertsConfig,
+        *,
+        first_expert: int = 0,
+        num_local_experts: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_local = config.num_experts if num_local_experts is None else num_local_experts
+        problems = config.problems()
+        if first_expert < 0 or num_local < 1 or first_expert + num_local > config.num_experts:
+            problems.append(
+                f"first_expert ({first_expert}) and num_local_experts ({num_local}) must name at least one expert and "
+                f"stay within num_experts ({config.num_experts})"
+            )
+        if problems:
+            raise ValueError("\n".join(problems))
+        self.config = config
+        self.first_expert = first_expert
+        self.num_local_experts = num_local
+        d_model, d_hidden = config.d_model, config.d_hidden
+        self.gate_up = nn.Parameter(torch.empty(num_local, 2 * d_hidden, d_model, device=device, dtype=dtype))
+        self.down = nn.Parameter(torch.empty(num_local, d_model, d_hidden, device=device, dtype=dtype))
+        self._choice()
+        if not self.gate_up.is_meta:
+            init_experts(self, seed=0, name="experts", std=d_model**-0.5, down_std=d_hidden**-0.5)
+
+    @property
+    def backend(self) -> str:
+        """Name the back-end that runs, with ``auto`` resolved for the present device and dtype."""
+        return self._choice().name
+
+    @property
+    def backend_reason(self) -> str:
+        """Say in one sentence why that back-end runs."""
+        return self._choice().reason
+
+    def forward(self, rows_RD: Tensor, row_weights_R: Tensor, offsets_e: Tensor) -> Tensor:
+        """Send rows that lie in expert order through their experts.
+
+        Args:
+            rows_RD: rows of local expert i at [offsets[i-1], offsets[i]); rows past the last end are not read, and
+                their output is zero.
+            row_weights_R: float32, multiplies the activation before the down projection.
+            offsets_e: int32, inclusive ends.
+
+        Raises:
+            ValueError: see ``grouped_swiglu``.
+        """
+        return grouped_swiglu(rows_RD, row_weights_R, offsets_e, self.gate_up, self.down, backend=self.config.backend)
+
+    def forward_tokens(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Send tokens through the experts they chose and add up what comes back.
+
+        Equals, bit for bit, putting the rows in the order (expert, token, choice), ``forward``, and for each token the
+        sum of its K rows in the order of k.
+
+        Args:
+            x_TD: the dtype of the parameters.
+            ids_TK: int64, 0 to E-1, or -1 for a choice that is not routed and adds nothing.
+            weights_TK: float32.
+
+        Raises:
+            ValueError: this rank does not hold all experts, or shapes, dtypes or (on the CPU) ids do not fit.
+        """
+        problems = self._token_problems(x_TD, ids_TK, weights_TK)
+        if problems:
+            raise ValueError("\n".join(problems))
+        order = order_by_expert(ids_TK, self.num_local_experts)
+        row_weights_N = weights_TK.flatten().index_select(0, order.slot_of_row_N)
+        return sum_over_choices(self(rows_from_tokens(x_TD, order), row_weights_N, order.offsets_e), order)
+
+    def extra_repr(self) -> str:
+        """Return sizes and back-end for ``print(module)``."""
+        held = f"{self.first_expert} to {self.first_expert + self.num_local_experts - 1} of {self.config.num_experts}"
+        return f"experts {held}, d_model={self.config.d_model}, d_hidden={self.config.d_hidden}, backend={self.backend}"
+
+    def _choice(self) -> BackendChoice:
+        return choose_backend(
+            self.config.backend,
+            d_model=self.config.d_model,
+            d_hidden=self.config.d_hidden,
+            dtype=self.gate_up.dtype,
+            device=self.gate_up.device,
+        )
+
+    def _token_problems(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> list[str]:
+        found = []
+        if self.num_local_experts != self.config.num_experts:
+            found.append(
+                f"forward_tokens needs all {self.config.num_experts} experts on one rank, "
+                f"but {self.num_local_experts} are here; dispatch the tokens and call forward"
+            )
+        if x_TD.dim() != 2 or ids_TK.dim() != 2 or len(x_TD) != len(ids_TK) or ids_TK.shape != weights_TK.shape:
+            found.append(
+                "shapes must be x (T, D), ids (T, K) and weights (T, K), but are "
+                f"{tuple(x_TD.shape)}, {tuple(ids_TK.shape)} and {tuple(weights_TK.shape)}"
+            )
+        if ids_TK.dtype != torch.int64:
+            found.append(f"ids must be torch.int64, but are {ids_TK.dtype}")
+        elif ids_TK.device != x_TD.device:
+            found.append(f"ids are on {ids_TK.device} but x is on {x_TD.device}; move them there")
+        elif ids_TK.device.type == "cpu" and ids_TK.numel() > 0:
+            lowest, highest = ids_TK.min().item(), ids_TK.max().item()
+            if lowest < -1 or highest >= self.config.num_experts:
+                found.append(f"ids must be -1 to {self.config.num_experts - 1}, but go from {lowest} to {highest}")
+        return found

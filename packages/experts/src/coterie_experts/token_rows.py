@@ -1,0 +1,93 @@
+"""From tokens to rows in expert order and back, for one rank that holds all experts."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+__all__ = ["TokenOrder", "order_by_expert", "rows_from_tokens", "sum_over_choices"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenOrder:
+    """Where the rows of a batch lie: sorted by expert, then token, then choice; what is not routed lies past the end.
+
+    Attributes:
+        slot_of_row_N: int64, the slot token * K + choice that row n holds; N = T*K.
+        row_of_slot_TK: int64, its inverse.
+        offsets_e: int32, inclusive ends of the experts' segments.
+    """
+
+    slot_of_row_N: Tensor
+    row_of_slot_TK: Tensor
+    offsets_e: Tensor
+
+
+def order_by_expert(ids_TK: Tensor, num_experts: int) -> TokenOrder:
+    """Sort the slots of a batch by expert id (int64, -1 = not routed), stable and with no host synchronisation."""
+    keys_N = torch.where(ids_TK < 0, num_experts, ids_TK).flatten()
+    sorted_N, slot_of_row_N = torch.sort(keys_N, stable=True)
+    row_of_slot_N = torch.empty_like(slot_of_row_N)
+    row_of_slot_N[slot_of_row_N] = torch.arange(keys_N.numel(), device=keys_N.device)
+    experts_e = torch.arange(num_experts, device=keys_N.device)
+    return TokenOrder(
+        slot_of_row_N=slot_of_row_N,
+        row_of_slot_TK=row_of_slot_N.view(ids_TK.shape),
+        offsets_e=torch.searchsorted(sorted_N, experts_e, right=True, out_int32=True),
+    )
+
+
+def rows_from_tokens(x_TD: Tensor, order: TokenOrder) -> Tensor:
+    """Copy each token to the rows of its K choices; the gradient of a token is their sum in the order of k."""
+    rows_ND: Tensor = _RowsFromTokens.apply(x_TD, order.slot_of_row_N, order.row_of_slot_TK)
+    return rows_ND
+
+
+def sum_over_choices(rows_ND: Tensor, order: TokenOrder) -> Tensor:
+    """Add the K rows of each token in the order of k, in float32 at least, and round once.
+
+    A slot that is not routed adds its row too, which lies past the end: it has to be zero, as the experts leave it.
+    """
+    y_TD: Tensor = _SumOverChoices.apply(rows_ND, order.slot_of_row_N, order.row_of_slot_TK)
+    return y_TD
+
+
+class _RowsFromTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, slot_of_row_N: Tensor, row_of_slot_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(row_of_slot_TK)
+        return _gather(x_TD, slot_of_row_N, row_of_slot_TK.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_rows_ND: Tensor) -> tuple[Tensor, None, None]:
+        return _sum(grad_rows_ND, *ctx.saved_tensors), None, None
+
+
+class _SumOverChoices(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_ND: Tensor, slot_of_row_N: Tensor, row_of_slot_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(slot_of_row_N)
+        ctx.num_choices = row_of_slot_TK.shape[1]
+        return _sum(rows_ND, row_of_slot_TK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y_TD: Tensor) -> tuple[Tensor, None, None]:
+        (slot_of_row_N,) = ctx.saved_tensors
+        return _gather(grad_y_TD, slot_of_row_N, ctx.num_choices), None, None
+
+
+def _gather(x_TD: Tensor, slot_of_row_N: Tensor, num_choices: int) -> Tensor:
+    return x_TD.index_select(0, slot_of_row_N // num_choices)
+
+
+def _sum(rows_ND: Tensor, row_of_slot_TK: Tensor) -> Tensor:
+    # A loop, because the order in which `sum` or `index_add` adds is not promised.
+    dtype = torch.promote_types(rows_ND.dtype, torch.float32)
+    total_TD = torch.zeros(row_of_slot_TK.shape[0], rows_ND.shape[1], dtype=dtype, device=rows_ND.device)
+    for row_of_slot_T in row_of_slot_TK.unbind(dim=1):
+        total_TD += rows_ND.index_select(0, row_of_slot_T)
+    return total_TD.to(rows_ND.dtype)

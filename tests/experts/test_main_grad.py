@@ -1,0 +1,68 @@
+"""Gradients in `main_grad`, the float32 accumulator beside the parameter."""
+
+import pytest
+import torch
+from coterie_experts import ExpertsConfig, GroupedExperts
+
+from experts.test_values import BACKENDS
+
+OFFSETS = torch.tensor([4, 4, 9], dtype=torch.int32)
+
+
+def build(backend: str, dtype: torch.dtype = torch.float32) -> GroupedExperts:
+    return GroupedExperts(ExpertsConfig(d_model=12, d_hidden=20, num_experts=3, backend=backend), dtype=dtype)
+
+
+def run(experts: GroupedExperts, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rows, grad_y = (torch.randn(9, 12, generator=generator).to(experts.gate_up.dtype) for _ in range(2))
+    weights = torch.rand(9, generator=generator)
+    (experts(rows, weights, OFFSETS) * grad_y).sum().backward()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_accumulates_in_main_grad_and_leaves_grad_alone(backend: str) -> None:
+    plain, with_main = build(backend), build(backend)
+    for parameter in with_main.parameters():
+        parameter.main_grad = torch.full_like(parameter, 0.5)
+    for seed in (1, 2):
+        run(plain, seed)
+        run(with_main, seed)
+    for one, other in zip(plain.parameters(), with_main.parameters(), strict=True):
+        assert other.grad is None
+        torch.testing.assert_close(other.main_grad, one.grad + 0.5, rtol=1e-6, atol=1e-6)
+        assert torch.equal(other.main_grad[1], torch.full_like(other[1], 0.5))
+
+
+def test_sum_is_in_float32_when_the_parameter_is_bfloat16() -> None:
+    experts = build("reference", torch.bfloat16)
+    singles = []
+    for seed in (1, 2, 3):
+        experts.zero_grad()
+        run(experts, seed)
+        singles.append(experts.down.grad.float())
+    experts.zero_grad()
+    for parameter in experts.parameters():
+        parameter.main_grad = torch.zeros(parameter.shape)
+    for seed in (1, 2, 3):
+        run(experts, seed)
+    assert torch.equal(experts.down.main_grad, singles[0] + singles[1] + singles[2])
+    # The sum has bits that bfloat16 would have lost.
+    assert not torch.equal(experts.down.main_grad, experts.down.main_grad.bfloat16().float())
+
+
+def test_one_parameter_with_and_one_without() -> None:
+    experts = build("torch")
+    experts.down.main_grad = torch.zeros_like(experts.down)
+    run(experts, 1)
+    assert experts.down.grad is None
+    assert experts.gate_up.grad is not None
+    assert experts.down.main_grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(3, 12, 20, dtype=torch.bfloat16), torch.zeros(12, 20)])
+def test_wrong_main_grad_is_refused(wrong: torch.Tensor) -> None:
+    experts = build("torch")
+    experts.down.main_grad = wrong
+    with pytest.raises(ValueError, match=r"main_grad must be float32 of shape \(3, 12, 20\), but is"):
+        run(experts, 1)

@@ -1,0 +1,243 @@
+"""Config, choice of back-end, refused arguments, initialisation, layouts, and the example of the README."""
+
+import re
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+from coterie_experts import (
+    ExpertsConfig,
+    GroupedExperts,
+    choose_backend,
+    fused_views,
+    grouped_swiglu,
+    init_experts,
+    load_views,
+    per_expert_views,
+)
+from torch import Tensor
+
+CPU = torch.device("cpu")
+
+
+def config(**changes: object) -> ExpertsConfig:
+    return ExpertsConfig(**{"d_model": 12, "d_hidden": 20, "num_experts": 8, **changes})
+
+
+def test_config_reports_every_problem() -> None:
+    assert config().problems() == []
+    bad = config(d_model=0, num_experts=-1, backend="cuda")
+    assert bad.problems() == [
+        "d_model (0) must be at least 1",
+        "num_experts (-1) must be at least 1",
+        "backend ('cuda') must be one of auto, reference, torch",
+    ]
+    with pytest.raises(ValueError, match=r"d_model \(0\).*\n.*num_experts \(-1\).*\n.*backend"):
+        GroupedExperts(bad)
+
+
+@pytest.mark.parametrize(("first", "count"), [(-1, 2), (0, 0), (7, 2), (8, 1)])
+def test_share_outside_of_the_layer_is_refused(first: int, count: int) -> None:
+    with pytest.raises(ValueError, match=rf"first_expert \({first}\) and num_local_experts \({count}\).*\(8\)"):
+        GroupedExperts(config(), first_expert=first, num_local_experts=count)
+
+
+def test_auto_says_what_it_chose_and_why() -> None:
+    experts = GroupedExperts(config())
+    assert experts.backend == "torch"
+    assert experts.backend_reason == "F.grouped_mm can run torch.float32 on cpu and is faster than loops"
+    experts = experts.double()
+    assert experts.backend == "reference"
+    assert experts.backend_reason == "'torch' cannot run: it runs torch.float32 on cpu, not torch.float64"
+    odd = GroupedExperts(config(d_model=10, d_hidden=7))
+    assert odd.backend == "reference"
+    assert "d_model (10) and d_hidden (7) must be a multiple of 4" in odd.backend_reason
+    assert GroupedExperts(config(backend="reference")).backend_reason == "'reference' was asked for by name"
+    assert "backend=torch" in repr(GroupedExperts(config(backend="torch")))
+
+
+@pytest.mark.parametrize("device", [None, "meta"])
+def test_named_back_end_that_cannot_run_is_refused_at_build(device: str | None) -> None:
+    text = r"'torch' cannot run: d_hidden \(18\) must be a multiple of 4 .* or choose backend 'auto' or 'reference'"
+    with pytest.raises(ValueError, match=text):
+        GroupedExperts(config(d_hidden=18, backend="torch"), device=device)
+
+
+def test_named_back_end_on_another_device_or_unknown() -> None:
+    sizes = {"d_model": 16, "d_hidden": 16, "dtype": torch.float32}
+    with pytest.raises(ValueError, match="device xpu is not one of cpu, cuda"):
+        choose_backend("torch", device=torch.device("xpu"), **sizes)
+    with pytest.raises(ValueError, match=r"it runs torch\.bfloat16 on cuda, not torch\.float32"):
+        choose_backend("torch", device=torch.device("cuda"), **sizes)
+    with pytest.raises(ValueError, match="must be one of auto, reference, torch"):
+        choose_backend("triton", device=CPU, **sizes)
+
+
+def arguments() -> dict[str, Tensor]:
+    return {
+        "rows": torch.zeros(6, 12),
+        "weights": torch.zeros(6),
+        "offsets": torch.tensor([2, 2, 6], dtype=torch.int32),
+        "gate_up": torch.zeros(3, 40, 12),
+        "down": torch.zeros(3, 12, 20),
+    }
+
+
+def ends(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+REFUSED = (
+    ("offsets", ends(2, 2, 7), "offsets end at row 7 but there are only 6 rows: the counts do not add up"),
+    ("offsets", ends(2, 1, 6), "offsets must not fall: expert 1 would start at row 2 and end at row 1"),
+    ("offsets", ends(-1, 2, 6), "expert 0 would start at row 0 and end at row -1"),
+    ("offsets", torch.tensor([2, 2, 6]), "offsets must be torch.int32 .* but is torch.int64"),
+    ("offsets", ends(2, 2, 6).to("meta"), "offsets is on meta but the rows are on cpu; move it there"),
+    ("offsets", ends(2, 6), r"offsets \(e\).*offsets \(2,\)"),
+    ("offsets", ends(2, 2, 6)[:, None], r"offsets \(e\).*offsets \(3, 1\)"),
+    ("rows", torch.zeros(6, 16), r"rows \(6, 16\)"),
+    ("rows", torch.zeros(6, 1, 12), r"rows \(6, 1, 12\)"),
+    ("rows", torch.zeros(6, 12).bfloat16(), "gate_up must be torch.bfloat16 when the rows are torch.bfloat16"),
+    ("weights", torch.zeros(5), r"row_weights \(5,\)"),
+    ("weights", torch.zeros(6).bfloat16(), "row_weights must be torch.float32 .* but is torch.bfloat16"),
+    ("gate_up", torch.zeros(3, 20, 12), r"gate_up \(3, 20, 12\)"),
+    ("down", torch.zeros(3, 20, 12), r"down \(3, 20, 12\)"),
+)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize(("name", "value", "text"), REFUSED)
+def test_wrong_arguments_are_refused(name: str, value: Tensor, text: str, backend: str) -> None:
+    good = arguments()
+    grouped_swiglu(*good.values(), backend=backend)
+    with pytest.raises(ValueError, match=text):
+        grouped_swiglu(*{**good, name: value}.values(), backend=backend)
+
+
+def test_all_wrong_arguments_in_one_report() -> None:
+    good = arguments()
+    bad = {**good, "weights": good["weights"].double(), "offsets": good["offsets"].long()}
+    with pytest.raises(ValueError, match=r"row_weights must be torch\.float32.*\n.*offsets must be torch\.int32"):
+        grouped_swiglu(*bad.values())
+
+
+@pytest.mark.parametrize(
+    ("ids", "text"),
+    [
+        (torch.tensor([[0, 8]]), "ids must be -1 to 7, but go from 0 to 8"),
+        (torch.tensor([[-2, 3]]), "ids must be -1 to 7, but go from -2 to 3"),
+        (torch.tensor([[0, 1]], dtype=torch.int32), "ids must be torch.int64, but are torch.int32"),
+        (torch.tensor([[0, 1, 2]]), r"\(1, 12\), \(1, 3\) and \(1, 2\)"),
+        (torch.tensor([0, 1]), r"\(1, 12\), \(2,\) and \(1, 2\)"),
+        (torch.zeros(1, 2, dtype=torch.int64, device="meta"), "ids are on meta but x is on cpu"),
+    ],
+)
+def test_wrong_ids_are_refused(ids: Tensor, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        GroupedExperts(config()).forward_tokens(torch.zeros(1, 12), ids, torch.zeros(1, 2))
+
+
+def test_forward_tokens_needs_all_experts() -> None:
+    share = GroupedExperts(config(), first_expert=4, num_local_experts=4)
+    with pytest.raises(ValueError, match="needs all 8 experts on one rank, but 4 are here"):
+        share.forward_tokens(torch.zeros(1, 12), torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2))
+
+
+def build(first: int, count: int, *, name: str = "layers.0", seed: int = 5) -> GroupedExperts:
+    share = GroupedExperts(config(), first_expert=first, num_local_experts=count, device="meta")
+    share.to_empty(device="cpu")
+    init_experts(share, seed=seed, name=name, std=0.02, down_std=0.01)
+    return share
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_any_split_holds_the_same_experts(ranks: int) -> None:
+    """E24: bit-equal to the start on one rank, and every pair of experts differs."""
+    whole = build(0, 8)
+    shares = [build(rank * 8 // ranks, 8 // ranks) for rank in range(ranks)]
+    for name in ("gate_up", "down"):
+        joined = torch.cat([getattr(share, name) for share in shares])
+        assert torch.equal(joined, getattr(whole, name))
+        for one, other in combinations(joined, 2):
+            assert (one != other).float().mean() > 0.99
+
+
+def test_initialisation_depends_on_seed_and_name_and_has_the_width_asked_for() -> None:
+    first = build(0, 8)
+    for other in (build(0, 8, seed=6), build(0, 8, name="layers.1")):
+        assert (first.gate_up != other.gate_up).float().mean() > 0.99
+        assert (first.down != other.down).float().mean() > 0.99
+    for weights, std in ((first.gate_up, 0.02), (first.down, 0.01)):
+        # 3,840 and 1,920 numbers: the standard deviation is known to 1.2 and 1.7 %, so 5 sigma are 6 and 8 %.
+        assert weights.std().item() == pytest.approx(std, rel=0.08)
+        assert abs(weights.mean().item()) < 5 * std / weights.numel() ** 0.5
+        # Neighbours in the count of seeds: no correlation above 5 sigma.
+        correlation = torch.corrcoef(weights.detach().flatten(1)) - torch.eye(8)
+        assert correlation.abs().max() < 5 / weights[0].numel() ** 0.5
+    assert torch.equal(build(0, 8).gate_up, first.gate_up)
+
+
+def test_bfloat16_start_is_the_rounded_float32_start() -> None:
+    rounded = GroupedExperts(config(), dtype=torch.bfloat16)
+    assert torch.equal(rounded.gate_up, GroupedExperts(config()).gate_up.bfloat16())
+
+
+def test_meta_experts_cannot_be_initialised() -> None:
+    with pytest.raises(ValueError, match="call to_empty"):
+        init_experts(GroupedExperts(config(), device="meta"), seed=0, name="", std=1.0)
+
+
+def test_layouts_are_views_and_compute_the_same() -> None:
+    experts = build(0, 8)
+    fused = fused_views(experts.gate_up, experts.down)
+    single = per_expert_views(experts.gate_up, experts.down)
+    assert {name: tuple(view.shape) for name, view in fused.items()} == {
+        "gate_up_proj": (8, 40, 12),
+        "down_proj": (8, 12, 20),
+    }
+    assert len(single) == 24
+    memory = {experts.gate_up.untyped_storage().data_ptr(), experts.down.untyped_storage().data_ptr()}
+    assert {view.untyped_storage().data_ptr() for view in (*fused.values(), *single.values())} == memory
+    x = torch.randn(5, 12)
+    gate, up, down = (single[f"3.{part}_proj.weight"] for part in ("gate", "up", "down"))
+    by_hand = torch.nn.functional.linear(
+        torch.nn.functional.silu(torch.nn.functional.linear(x, gate)) * torch.nn.functional.linear(x, up), down
+    )
+    ours = experts(x, torch.ones(5), torch.tensor([0, 0, 0, 5, 5, 5, 5, 5], dtype=torch.int32))
+    torch.testing.assert_close(ours, by_hand, rtol=1e-5, atol=1e-8)
+
+
+def test_per_expert_tensors_load_into_the_share_of_a_rank() -> None:
+    whole, share = build(0, 8), build(6, 2, seed=9)
+    source = per_expert_views(whole.gate_up, whole.down)
+    target = per_expert_views(share.gate_up, share.down, first_expert=6)
+    load_views(target, {name: source[name] for name in target})
+    assert torch.equal(share.gate_up, whole.gate_up[6:])
+    assert torch.equal(share.down, whole.down[6:])
+
+
+def test_loading_names_every_difference_and_copies_nothing() -> None:
+    experts = build(0, 8)
+    before = experts.gate_up.detach().clone()
+    target = per_expert_views(experts.gate_up, experts.down)
+    tensors = {name: torch.zeros_like(view) for name, view in target.items()}
+    del tensors["2.up_proj.weight"]
+    tensors["8.up_proj.weight"] = torch.zeros(1)
+    tensors["0.gate_proj.weight"] = torch.zeros(12, 20)
+    text = (
+        r"2\.up_proj\.weight is missing\n8\.up_proj\.weight is not known\n"
+        r"0\.gate_proj\.weight must have shape \(20, 12\) but has \(12, 20\)"
+    )
+    with pytest.raises(ValueError, match=text):
+        load_views(target, tensors)
+    assert torch.equal(experts.gate_up, before)
+
+
+def test_readme_example_runs() -> None:
+    readme = Path(__file__).parents[2] / "packages" / "experts" / "README.md"
+    (example,) = re.findall(r"```python\n(.*?)```", readme.read_text(encoding="utf-8"), flags=re.DOTALL)
+    names: dict[str, object] = {}
+    exec(compile(example, str(readme), "exec"), names)
+    assert names["y"].shape == (5, 64)
+    assert names["experts"].gate_up.grad.abs().sum() > 0
