@@ -26,6 +26,7 @@ class _Layer:
     x_TD: Tensor
     weights_TK: Tensor
     dispatched: Dispatched
+    sent: tuple[Tensor, Tensor, Tensor]
     rows_RD: Tensor
     y_TD: Tensor
 
@@ -80,6 +81,12 @@ def _forward(instance: Dispatcher, case: Case, axis: Axis, number: int, device: 
     x_TD = own.x_TD.to(device).requires_grad_()
     weights_TK = own.weights_TK.to(device).requires_grad_()
     dispatched = instance.dispatch(x_TD, own.ids_TK.to(device), weights_TK)
+    # Copied at once: a back-end may use its buffers again for the next layer.
+    sent = (
+        dispatched.rows_RD.detach().clone(),
+        dispatched.row_weights_R.detach().clone(),
+        dispatched.offsets_e.clone(),
+    )
     rows_RD = _fill(dispatched.rows_RD, layout, [tokens.pair_rows_TKD for tokens in batch]).requires_grad_()
     y_TD = instance.combine(rows_RD, dispatched.handle)
     return _Layer(
@@ -88,6 +95,7 @@ def _forward(instance: Dispatcher, case: Case, axis: Axis, number: int, device: 
         x_TD=x_TD,
         weights_TK=weights_TK,
         dispatched=dispatched,
+        sent=sent,
         rows_RD=rows_RD,
         y_TD=y_TD,
     )
@@ -114,7 +122,8 @@ def _fill(like_R: Tensor, layout: Layout, values: list[Tensor]) -> Tensor:
 
 
 def _layer_problems(layer: _Layer, gradients: tuple[Tensor, Tensor, Tensor], axis: Axis) -> list[str]:
-    own, layout, sent = layer.batch[axis.index], layer.layout, layer.dispatched
+    own, layout = layer.batch[axis.index], layer.layout
+    rows_RD, row_weights_R, offsets_e = layer.sent
     grad_rows_RD, grad_x_TD, grad_weights_TK = gradients
     used = len(layout.pairs_R)
     choices = own.ids_TK.shape[1]
@@ -124,10 +133,10 @@ def _layer_problems(layer: _Layer, gradients: tuple[Tensor, Tensor, Tensor], axi
 
     routed_TK = own.ids_TK >= 0
     expected = {
-        "offsets_e": (sent.offsets_e, torch.tensor(layout.offsets_e, dtype=torch.int32)),
-        "rows_RD": (sent.rows_RD[:used], reference_rows(layout, by_pair("x_TD"))),
+        "offsets_e": (offsets_e, torch.tensor(layout.offsets_e, dtype=torch.int32)),
+        "rows_RD": (rows_RD[:used], reference_rows(layout, by_pair("x_TD"))),
         "row_weights_R": (
-            sent.row_weights_R[:used],
+            row_weights_R[:used],
             reference_rows(layout, [tokens.weights_TK for tokens in layer.batch]),
         ),
         "y_TD": (layer.y_TD, reference_combine(own.pair_rows_TKD, own.ids_TK)),

@@ -1,0 +1,122 @@
+"""The conformance suite finds what it is there to find."""
+
+from typing import Any
+
+import pytest
+import torch
+from coterie_parallel import Axis, Dispatched
+from coterie_parallel.conformance import CASES, conformance_problems
+from coterie_parallel.dispatch.local import LocalDispatcher
+from torch import Tensor
+
+
+class _OtherOrder(LocalDispatcher):
+    """Rows of one expert in the order of the tokens from the last to the first."""
+
+    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
+        return super().dispatch(x_TD.flip(0), ids_TK.flip(0), weights_TK.flip(0))
+
+    def combine(self, rows_RD: Tensor, handle: Any) -> Tensor:
+        return super().combine(rows_RD, handle).flip(0)
+
+
+class _Average(LocalDispatcher):
+    def combine(self, rows_RD: Tensor, handle: Any) -> Tensor:
+        return super().combine(rows_RD, handle) / 2
+
+
+class _NoWeightGradient(LocalDispatcher):
+    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
+        sent = super().dispatch(x_TD, ids_TK, weights_TK)
+        return sent._replace(row_weights_R=sent.row_weights_R.detach() + 0 * weights_TK.sum())
+
+
+class _DirtyPadding(LocalDispatcher):
+    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
+        sent = super().dispatch(x_TD, ids_TK, weights_TK)
+        padding_R = (sent.row_weights_R == 0).unsqueeze(1)
+        return sent._replace(rows_RD=sent.rows_RD.masked_fill(padding_R, 1))
+
+
+class _LongOffsets(LocalDispatcher):
+    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
+        sent = super().dispatch(x_TD, ids_TK, weights_TK)
+        return sent._replace(offsets_e=sent.offsets_e.long())
+
+
+class _ReadsPadding(LocalDispatcher):
+    def combine(self, rows_RD: Tensor, handle: Any) -> Tensor:
+        return super().combine(rows_RD + 0 * rows_RD.sum(), handle)
+
+
+class _LowPrecisionSum(LocalDispatcher):
+    def combine(self, rows_RD: Tensor, handle: Any) -> Tensor:
+        y_TD = torch.zeros(handle.row_TK.shape[0], rows_RD.shape[1], dtype=rows_RD.dtype)
+        for row_T in handle.row_TK.unbind(1):
+            y_TD = y_TD + rows_RD[row_T].nan_to_num() * (row_T >= 0).unsqueeze(1)
+        return y_TD
+
+
+class _LatestMaps:
+    def __init__(self, dispatcher: "_SharedMaps") -> None:
+        self.dispatcher = dispatcher
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.dispatcher.latest, name)
+
+
+class _SharedMaps(LocalDispatcher):
+    """Has one set of maps for all layers: right going forward, wrong in the backward of all but the last."""
+
+    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
+        sent = super().dispatch(x_TD, ids_TK, weights_TK)
+        self.latest = sent.handle
+        return sent
+
+    def combine(self, rows_RD: Tensor, handle: Any) -> Tensor:
+        return super().combine(rows_RD, _LatestMaps(self))
+
+
+class _SharedBuffer(LocalDispatcher):
+    """Uses one buffer for the rows of all layers, which is allowed."""
+
+    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
+        if hasattr(self, "rows_RD"):
+            self.rows_RD.data.fill_(torch.nan)
+        sent = super().dispatch(x_TD, ids_TK, weights_TK)
+        self.rows_RD = sent.rows_RD
+        return sent
+
+
+class _OnlyUnaligned(LocalDispatcher):
+    @classmethod
+    def supports(cls, *, num_experts: int, expert_degree: int, alignment: int) -> str | None:
+        return None if alignment == 1 else f"alignment {alignment} is not there"
+
+
+@pytest.mark.parametrize(
+    ("broken", "case", "problem"),
+    [
+        (_OtherOrder, "uneven", "rows_RD is wrong first at (0, 0)"),
+        (_Average, "uneven", "y_TD is wrong"),
+        (_Average, "uneven", "gradient of the rows is wrong"),
+        (_NoWeightGradient, "uneven", "gradient of the weights is wrong"),
+        (_DirtyPadding, "aligned_16", "rows_RD is wrong"),
+        (_LongOffsets, "uneven", "offsets_e is torch.int64 of shape (4,), expected torch.int32"),
+        (_ReadsPadding, "aligned_128", "y_TD is wrong"),
+        (_LowPrecisionSum, "bfloat16", "y_TD is wrong"),
+        (_SharedMaps, "uneven", "gradient of the rows is wrong"),
+        (_OnlyUnaligned, "aligned_16", "not supported: alignment 16 is not there"),
+    ],
+)
+def test_a_broken_dispatcher_is_found(broken: type[LocalDispatcher], case: str, problem: str) -> None:
+    found = conformance_problems(broken, Axis.single("expert"), cases=[one for one in CASES if one.name == case])
+    assert any(problem in one for one in found), found
+
+
+def test_a_buffer_that_is_used_again_is_allowed() -> None:
+    assert conformance_problems(_SharedBuffer, Axis.single("expert"), cases=CASES[:3]) == []
+
+
+def test_no_case_has_the_name_of_another() -> None:
+    assert len({case.name for case in CASES}) == len(CASES)

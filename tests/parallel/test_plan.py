@@ -1,0 +1,82 @@
+import time
+
+import pytest
+from coterie_parallel import Mesh, ParallelConfig, Plan, make_plan, plan_problems
+
+from parallel.cases import REFUSED, PlanCase
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
+def test_a_wrong_layout_is_refused_with_every_fault_and_number(case: PlanCase) -> None:
+    start = time.perf_counter()
+    found = plan_problems(case.config, case.world, num_experts=case.num_experts)
+    with pytest.raises(ValueError, match=r".") as raised:
+        make_plan(case.config, case.world, case.num_experts)
+    assert time.perf_counter() - start < 1
+    assert str(raised.value).splitlines() == found
+    assert len(found) == len(case.sentences), found
+    for sentence, words in zip(found, case.sentences, strict=True):
+        assert all(word in sentence for word in words), (sentence, words)
+
+
+@pytest.mark.parametrize(
+    ("config", "world", "expected"),
+    [
+        (ParallelConfig(), 1, (1, 1, 1, 1)),
+        (ParallelConfig(), 8, (1, 8, 1, 8)),
+        (ParallelConfig(expert=4), 8, (1, 8, 4, 2)),
+        (ParallelConfig(expert=-1), 8, (1, 8, 8, 1)),
+        (ParallelConfig(data=6, expert=3), 6, (1, 6, 3, 2)),
+        (ParallelConfig(dispatcher="local"), 4, (1, 4, 1, 4)),
+    ],
+)
+def test_degrees_are_settled(config: ParallelConfig, world: int, expected: tuple[int, ...]) -> None:
+    plan = make_plan(config, world, num_experts=48)
+    assert (plan.pipeline, plan.data, plan.expert, plan.expert_data) == expected
+    assert plan.world == world
+
+
+def test_expert_is_the_fastest_axis_and_pipeline_the_slowest() -> None:
+    plan = Plan(world=8, pipeline=2, data=4, expert=2, expert_data=2)
+    seen = [plan.coordinates(rank) for rank in range(8)]
+    assert [(at.pipeline, at.data, at.expert_data, at.expert) for at in seen] == [
+        (0, 0, 0, 0),
+        (0, 1, 0, 1),
+        (0, 2, 1, 0),
+        (0, 3, 1, 1),
+        (1, 0, 0, 0),
+        (1, 1, 0, 1),
+        (1, 2, 1, 0),
+        (1, 3, 1, 1),
+    ]
+    assert plan.axis_ranks("world") == [(0, 1, 2, 3, 4, 5, 6, 7)]
+    assert plan.axis_ranks("data") == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert plan.axis_ranks("expert") == [(0, 1), (2, 3), (4, 5), (6, 7)]
+    assert plan.axis_ranks("expert_data") == [(0, 2), (1, 3), (4, 6), (5, 7)]
+    with pytest.raises(ValueError, match=r"rank \(8\).*\(8\)"):
+        plan.coordinates(8)
+    with pytest.raises(ValueError, match=r"'model'.*world, data, expert, expert_data"):
+        plan.axis_ranks("model")
+
+
+def test_the_plan_shows_every_factor_and_product() -> None:
+    # P25: world 4, pipeline 2, expert 2 is 2 x 2, and nothing hidden multiplies in.
+    text = Plan(world=4, pipeline=2, data=2, expert=2, expert_data=1).describe()
+    assert text.splitlines() == [
+        "world size (4) = pipeline (2) x data (2)",
+        "data (2) = expert_data (1) x expert (2)",
+    ]
+
+
+def test_a_mesh_of_one_rank_needs_no_process_group() -> None:
+    with Mesh(make_plan(ParallelConfig(), 1), 0, timeout_s=5) as mesh:
+        for name in ("world", "data", "expert", "expert_data"):
+            axis = mesh.axis(name)
+            assert (axis.name, axis.size, axis.index, axis.group, axis.ranks) == (name, 1, 0, None, (0,))
+        with pytest.raises(ValueError, match=r"'tensor'.*world, data"):
+            mesh.axis("tensor")
+
+
+def test_a_mesh_of_more_ranks_asks_for_torch_distributed() -> None:
+    with pytest.raises(ValueError, match=r"2 ranks needs torch.distributed"):
+        Mesh(make_plan(ParallelConfig(), 2), 0, timeout_s=5)
