@@ -62,7 +62,7 @@ class Sequences:
         self.vocab_size = index.vocab_size
         self.eos_id = index.eos_id
         self.num_tokens = sum(shard.num_tokens for shard in shards)
-        self.num_bytes = sum(shard.text_bytes for shard in shards)
+        self.num_bytes = index.splits[split].text_bytes
         self._files = [shard.file for shard in shards]
         self._starts = np.cumsum([0] + [shard.num_tokens for shard in shards])
         self._ends = np.cumsum(np.concatenate([shard.document_lengths for shard in shards]))
@@ -305,8 +305,8 @@ def permute(places: NDArray[np.int64], count: int, seed: int, epoch: int) -> NDA
     """
     half = max(1, (max(count - 1, 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half) - 1)
-    keys = _mix(np.array([epoch], np.uint64) + _mix(np.array([seed % 2**64], np.uint64)))
-    keys = _mix(keys + np.arange(6, dtype=np.uint64))
+    rounds: NDArray[np.uint64] = np.arange(6, dtype=np.uint64)
+    keys = _mix(rounds + _mix(np.uint64(epoch) + _mix(np.full(6, seed % 2**64, np.uint64))))
     values = places.astype(np.uint64)
     todo = np.ones(len(values), bool)
     while todo.any():

@@ -44,7 +44,6 @@ SPLITS = ("train", "held_out")
 _FORMAT = "coterie-tokens"
 _VERSION = 1
 _INDEX = "index.json"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _SHARD_BYTES = 256 * 2**20
 _CHUNK_TOKENS = 4 * 2**20
 
@@ -57,16 +56,16 @@ class Shard:
     num_tokens: int
     num_bytes: int
     sha256: str
-    text_bytes: int
     document_lengths: NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """The files of one split, and how many documents had no text and were left out."""
+    """The files of one split, the UTF-8 size of its text, and how many documents had none and were left out."""
 
-    shards: tuple[Shard, ...] = ()
-    empty_documents: int = 0
+    shards: tuple[Shard, ...]
+    text_bytes: int
+    empty_documents: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +108,7 @@ def read_index(folder: str | Path) -> Index:
                     Shard(**{**shard, "document_lengths": np.array(shard["document_lengths"], np.int64)})
                     for shard in split["shards"]
                 ),
+                text_bytes=split["text_bytes"],
                 empty_documents=split["empty_documents"],
             )
             for name, split in raw["splits"].items()
@@ -198,66 +198,41 @@ class TokenWriter:
         origin: str = "",
     ) -> None:
         self.output = Path(output)
+        self.vocab_size = vocab_size
+        self.eos_id = eos_id
         self.dtype = dtype or smallest_dtype(vocab_size)
+        self._settings = settings or {}
+        self._origin = origin
+        problems = self._problems()
+        if problems:
+            raise ValueError("\n".join(problems))
+        self.folder = _working_folder(self.output)
+        self._splits = {name: _SplitWriter(self.folder, name, self.dtype, shard_bytes) for name in SPLITS}
+
+    def _problems(self) -> list[str]:
         problems = []
         if self.dtype not in DTYPES:
             problems.append(f"dtype {self.dtype!r} is unknown; known: {', '.join(DTYPES)}")
-        elif vocab_size - 1 > np.iinfo(self.dtype).max:
-            problems.append(
-                f"vocab_size ({vocab_size}) does not fit in {self.dtype}; use dtype {smallest_dtype(vocab_size)!r}"
-            )
-        if not 0 <= eos_id < vocab_size:
-            problems.append(f"eos_id ({eos_id}) must be from 0 to {vocab_size - 1}, the largest id of the vocabulary")
+        elif self.vocab_size - 1 > np.iinfo(self.dtype).max:
+            wider = smallest_dtype(self.vocab_size)
+            problems.append(f"vocab_size ({self.vocab_size}) does not fit in {self.dtype}; use dtype {wider!r}")
+        if not 0 <= self.eos_id < self.vocab_size:
+            problems.append(f"eos_id ({self.eos_id}) must be from 0 to {self.vocab_size - 1}, inside the vocabulary")
         if self.output.exists() and (not self.output.is_dir() or any(self.output.iterdir())):
             problems.append(f"{self.output} exists already; choose another output, or remove it")
-        if problems:
-            raise ValueError("\n".join(problems))
-        self.vocab_size = vocab_size
-        self.eos_id = eos_id
-        self._shard_bytes = shard_bytes
-        self._settings = settings or {}
-        self._origin = origin
-        self._parts: dict[str, _Part] = {}
-        self._splits = dict.fromkeys(SPLITS, Split())
-        self.folder = _working_folder(self.output)
+        return problems
 
-    def add(self, split: str, tokens: ArrayLike, text_bytes: int) -> None:
-        """Append one document (its ids end with end-of-text); one without tokens is only counted.
+    def add(self, split: str, tokens: ArrayLike, text_bytes: int = 0) -> None:
+        """Append one document (its last id is end-of-text) that came from so many bytes of text.
 
-        Raises ValueError for an id that the type or the vocabulary does not have.
+        A document without tokens is counted and leaves no other trace. Raises ValueError for an id that the type or
+        the vocabulary does not have.
         """
         ids = np.asarray(tokens, np.int64)
-        entry = self._splits[split]
-        if not len(ids):
-            self._splits[split] = Split(shards=entry.shards, empty_documents=entry.empty_documents + 1)
-            return
-        for value in (int(ids.max()), int(ids.min())):
-            self._check_id(value)
-        if split not in self._parts:
-            self._parts[split] = _Part(self.folder, f"{split}/part-{len(entry.shards):05d}.npy")
-        part = self._parts[split]
-        part.write(ids.astype(np.dtype(self.dtype).newbyteorder("<")).tobytes())
-        part.document_lengths.append(len(ids))
-        part.text_bytes += text_bytes
-        if part.num_bytes >= self._shard_bytes:
-            self._end_part(split)
-
-    def add_shard(self, split: str, tokens: NDArray[Any], shard: Shard) -> None:
-        """Append the documents of a shard from another folder as one part of its own."""
-        self._end_part(split)
-        part = self._parts[split] = _Part(self.folder, f"{split}/part-{len(self._splits[split].shards):05d}.npy")
-        for start in range(0, len(tokens), _CHUNK_TOKENS):
-            chunk = tokens[start : start + _CHUNK_TOKENS]
-            self._check_id(int(chunk.max()))
-            part.write(chunk.astype(np.dtype(self.dtype).newbyteorder("<")).tobytes())
-        part.document_lengths.extend(shard.document_lengths.tolist())
-        part.text_bytes = shard.text_bytes
-        self._end_part(split)
-
-    def count_empty(self, split: str, count: int) -> None:
-        """Count documents without text that were left out elsewhere."""
-        entry = self._splits[split]
-        self._splits[split] = Split(shards=entry.shards, empty_documents=entry.empty_documents + count)
+        if len(ids):
+            self._check_id(int(ids.max()))
+            self._check_id(int(ids.min()))
+        self._splits[split].write(ids, text_bytes)
 
     def _check_id(self, value: int) -> None:
         limit = int(np.iinfo(self.dtype).max)
@@ -269,37 +244,26 @@ class TokenWriter:
                 f"token id {value} is outside the vocabulary (0 to {self.vocab_size - 1}); is it the right tokenizer?"
             )
 
-    def _end_part(self, split: str) -> None:
-        part = self._parts.pop(split, None)
-        if part is not None:
-            shard = part.end(np.dtype(self.dtype).itemsize)
-            entry = self._splits[split]
-            self._splits[split] = Split(shards=(*entry.shards, shard), empty_documents=entry.empty_documents)
-
-    def close(self) -> Index:
+    def close(self) -> None:
         """Write the index and give the folder its final name."""
-        for split in SPLITS:
-            self._end_part(split)
-        tokenizer = self.folder / _TOKENIZER_FILES[0]
+        tokenizer = self.folder / "tokenizer.json"
         index = Index(
             dtype=self.dtype,
             vocab_size=self.vocab_size,
             eos_id=self.eos_id,
-            splits=self._splits,
+            splits={name: split.end() for name, split in self._splits.items()},
             tokenizer_sha256=hashlib.sha256(tokenizer.read_bytes()).hexdigest() if tokenizer.exists() else None,
             settings=self._settings,
             origin=self._origin,
         )
         _write_index(self.folder / _INDEX, index)
-        if self.output.exists():
-            self.output.rmdir()
-        self.folder.rename(self.output)
-        return index
+        self.folder.rename(self.output)  # replaces an empty folder, and fails on any other
 
     def abandon(self) -> None:
         """Remove what has been written."""
-        for part in self._parts.values():
-            part.file.close()
+        for split in self._splits.values():
+            if split.file is not None:
+                split.file.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def __enter__(self) -> "TokenWriter":
@@ -315,35 +279,62 @@ class TokenWriter:
             self.abandon()
 
 
-class _Part:
-    """A token file that is being written."""
+class _SplitWriter:
+    """Writes the parts of one split."""
 
-    def __init__(self, folder: Path, name: str) -> None:
-        (folder / name).parent.mkdir(exist_ok=True)
-        self.name = name
-        self.file: BinaryIO = (folder / name).open("wb")
-        self.digest = hashlib.sha256()
-        self.num_bytes = 0
-        self.text_bytes = 0
-        self.document_lengths: list[int] = []
+    def __init__(self, folder: Path, name: str, dtype: str, shard_bytes: int) -> None:
+        self._folder = folder
+        self._name = name
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        self._shard_bytes = shard_bytes
+        self._shards: list[Shard] = []
+        self._lengths: list[int] = []
+        self._digest = hashlib.sha256()
+        self._text_bytes = 0
+        self._empty_documents = 0
+        self.file: BinaryIO | None = None
 
-    def write(self, data: bytes) -> None:
+    def write(self, ids: NDArray[np.int64], text_bytes: int) -> None:
+        self._text_bytes += text_bytes
+        if not len(ids):
+            self._empty_documents += 1
+            return
+        if self.file is None:
+            path = self._folder / self._file_name()
+            path.parent.mkdir(exist_ok=True)
+            self.file = path.open("wb")
+        data = ids.astype(self._dtype).tobytes()
         self.file.write(data)
-        self.digest.update(data)
-        self.num_bytes += len(data)
+        self._digest.update(data)
+        self._lengths.append(len(ids))
+        if self.file.tell() >= self._shard_bytes:
+            self._end_part()
 
-    def end(self, token_bytes: int) -> Shard:
+    def end(self) -> Split:
+        self._end_part()
+        return Split(shards=tuple(self._shards), text_bytes=self._text_bytes, empty_documents=self._empty_documents)
+
+    def _file_name(self) -> str:
+        return f"{self._name}/part-{len(self._shards):05d}.npy"
+
+    def _end_part(self) -> None:
+        if self.file is None:
+            return
+        num_bytes = self.file.tell()
         self.file.flush()
         os.fsync(self.file.fileno())
         self.file.close()
-        return Shard(
-            file=self.name,
-            num_tokens=self.num_bytes // token_bytes,
-            num_bytes=self.num_bytes,
-            sha256=self.digest.hexdigest(),
-            text_bytes=self.text_bytes,
-            document_lengths=np.array(self.document_lengths, np.int64),
+        self.file = None
+        shard = Shard(
+            file=self._file_name(),
+            num_tokens=num_bytes // self._dtype.itemsize,
+            num_bytes=num_bytes,
+            sha256=self._digest.hexdigest(),
+            document_lengths=np.array(self._lengths, np.int64),
         )
+        self._shards.append(shard)
+        self._lengths = []
+        self._digest = hashlib.sha256()
 
 
 def merge_token_folders(inputs: Sequence[str | Path], output: str | Path) -> Index:
@@ -370,15 +361,24 @@ def merge_token_folders(inputs: Sequence[str | Path], output: str | Path) -> Ind
     dtype = max((index.dtype for index in indexes), key=DTYPES.index)
     origin = "merged from " + ", ".join(folder.name for folder in folders)
     with TokenWriter(output, vocab_size=first.vocab_size, eos_id=first.eos_id, dtype=dtype, origin=origin) as writer:
-        for name in _TOKENIZER_FILES:
+        for name in ("tokenizer.json", "tokenizer_config.json"):
             if (folders[0] / name).exists():
                 shutil.copyfile(folders[0] / name, writer.folder / name)
         for folder, index in zip(folders, indexes, strict=True):
-            for split, entry in index.splits.items():
-                writer.count_empty(split, entry.empty_documents)
-                for shard in entry.shards:
-                    writer.add_shard(split, map_tokens(folder, index.dtype, shard.file), shard)
+            for name, split in index.splits.items():
+                _copy_split(folder, index.dtype, name, split, writer)
     return read_index(output)
+
+
+def _copy_split(folder: Path, dtype: str, name: str, split: Split, writer: TokenWriter) -> None:
+    text_bytes = split.text_bytes  # known for the whole split only: it goes with the first document
+    for shard in split.shards:
+        tokens = map_tokens(folder, dtype, shard.file)
+        for document in np.split(tokens, np.cumsum(shard.document_lengths)[:-1]):
+            writer.add(name, document, text_bytes)
+            text_bytes = 0
+    for _ in range(split.empty_documents):
+        writer.add(name, [])
 
 
 def _working_folder(output: Path) -> Path:
@@ -407,6 +407,7 @@ def _write_index(path: Path, index: Index) -> None:
     raw = {"format": _FORMAT, "version": _VERSION, **vars(index)}
     raw["splits"] = {
         name: {
+            "text_bytes": split.text_bytes,
             "empty_documents": split.empty_documents,
             "shards": [{**vars(shard), "document_lengths": shard.document_lengths.tolist()} for shard in split.shards],
         }

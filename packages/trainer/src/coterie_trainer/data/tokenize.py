@@ -294,7 +294,7 @@ def _summary(output: Path, index: Index, *, reused: bool, skipped_files: int) ->
         dtype=index.dtype,
         documents={name: sum(len(shard.document_lengths) for shard in split.shards) for name, split in splits},
         tokens={name: sum(shard.num_tokens for shard in split.shards) for name, split in splits},
-        text_bytes={name: sum(shard.text_bytes for shard in split.shards) for name, split in splits},
+        text_bytes={name: split.text_bytes for name, split in splits},
         empty_documents=sum(split.empty_documents for _, split in splits),
         skipped_files=skipped_files,
     )
