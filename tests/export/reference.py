@@ -23,7 +23,7 @@ def reference_logits(spec: ModelSpec, tensors: Tensors, tokens_BS: Tensor) -> Te
 
 
 def reference_greedy(spec: ModelSpec, tensors: Tensors, tokens_BS: Tensor, num_new: int) -> tuple[Tensor, float]:
-    """Return the tokens with the likeliest ones appended, and the smallest lead of a likeliest token over the second."""
+    """Return the tokens and the likeliest that follow, and the smallest lead of a likeliest token over the second."""
     lead = float("inf")
     for _ in range(num_new):
         best_B2, next_B2 = reference_logits(spec, tensors, tokens_BS)[:, -1].topk(2)

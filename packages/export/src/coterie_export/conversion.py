@@ -60,18 +60,16 @@ def from_hf(spec: ModelSpec, tensors: Mapping[str, Tensor], *, family: Family) -
     wanted = spec.tensor_shapes()
     converted: dict[str, Tensor] = {}
     for name, shape in _canonical_shapes(spec, family).items():
-        sources = [source for source, _ in pieces(name, torch.empty(shape, device="meta"), family, layout)]
-        dtypes = {tensors[source].dtype for source in sources}
-        if len(dtypes) > 1:
-            listed = ", ".join(sorted(str(dtype) for dtype in dtypes))
-            raise ValueError(f"the parts of {name} have different dtypes ({listed}), such as {sources[0]}")
-        tensor = torch.empty(shape, dtype=dtypes.pop())
+        first, _ = next(pieces(name, torch.empty(shape, device="meta"), family, layout))
+        tensor = torch.empty(shape, dtype=tensors[first].dtype)
         for source, view in pieces(name, tensor, family, layout):
+            if tensors[source].dtype != tensor.dtype:
+                raise ValueError(f"{source} is {tensors[source].dtype}, but {first} is {tensor.dtype}")
             view.copy_(tensors[source])
         if name in wanted:
             converted[name] = tensor
         elif tensor.any():
-            raise ValueError(f"{sources[0]} is not zero, but config.json says selection_bias = false")
+            raise ValueError(f"{first} is not zero, but config.json says selection_bias = false")
     return converted
 
 
@@ -90,7 +88,10 @@ def check_file_shapes(spec: ModelSpec, found: Mapping[str, Shape], *, family: Fa
     Raises:
         ValueError: A key is missing or not known, or a shape differs; the first ten of each, and what may be the cause.
     """
-    expected = {layout: file_shapes(spec, family=family, layout=layout) for layout in LAYOUTS}
+    expected = {"per_expert": file_shapes(spec, family=family)}
+    if expected["per_expert"] == found:
+        return "per_expert"
+    expected["stacked"] = file_shapes(spec, family=family, layout="stacked")
     layout = max(LAYOUTS, key=lambda layout: len(expected[layout].keys() & found.keys()))
     if report := _report(expected[layout], found, f"{family.name} ({layout} layout)"):
         other = LAYOUTS[1 - LAYOUTS.index(layout)]

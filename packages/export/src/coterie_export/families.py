@@ -203,6 +203,7 @@ GLM4_MOE = Family(
         "layers.{i}.moe.shared.down.weight": ("model.layers.{i}.mlp.shared_experts.down_proj.weight",),
     },
     stacked_names=_STACKED_NAMES,
+    float32=("e_score_correction_bias",),
     keeps_selection_bias=True,
     limits=_glm4_moe_limits,
 )

@@ -41,6 +41,7 @@ class Family:
         names: Canonical name to the names in the files. ``{i}`` is the layer. ``{e}`` takes the first dimension apart,
             expert by expert; several names share what is left in equal parts, along its first dimension.
         stacked_names: The same for files that keep the experts of a layer in one tensor, where that differs.
+        float32: Endings of the names of tensors that stay float32 when the weights are written in a shorter type.
         keeps_selection_bias: The files hold a selection bias for every router; a spec without one writes zeros.
         limits: Further refusals, as sentences.
     """
@@ -54,6 +55,7 @@ class Family:
     computed: Mapping[str, Computed] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
+    float32: tuple[str, ...] = ()
     keeps_selection_bias: bool = False
     limits: Callable[[ModelSpec], list[str]] = lambda spec: []
 

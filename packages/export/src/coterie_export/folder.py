@@ -24,7 +24,7 @@ __all__ = ["export_model", "import_model", "verify"]
 
 _CONFIG, _GENERATION, _INDEX = "config.json", "generation_config.json", "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-# torch dtype to the size of one element, by the names that safetensors writes
+# Bytes of one element, by the names that safetensors gives the dtypes
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
@@ -72,7 +72,7 @@ def export_model(
     tensors = _without_tied_head(spec, tensors)
     dtype = _check_values(tensors, dtype)
     views = to_hf(spec, tensors, family=table)
-    dtypes = {name: torch.float32 if name.endswith("bias") else dtype for name in views}
+    dtypes = {name: torch.float32 if name.endswith(table.float32) else dtype for name in views}
     sizes = {name: view.numel() * dtypes[name].itemsize for name, view in views.items()}
     shards = _shards(sizes, max_shard_bytes)
 
@@ -81,7 +81,7 @@ def export_model(
         ids = {"bos_token_id": spec.bos_id, "eos_token_id": spec.eos_id, "pad_token_id": spec.pad_id}
         _write_json(work / _GENERATION, ids)
         for name, content in tokenizer_files.items():
-            (work / name).write_bytes(content if isinstance(content, bytes) else content.read_bytes())
+            (work / name).write_bytes(content if isinstance(content, bytes) else Path(content).read_bytes())
         files = [_SINGLE] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
         for file, names in zip(files, shards, strict=True):
             part = {name: views[name].detach().to("cpu", dtypes[name]).contiguous() for name in names}
@@ -226,7 +226,8 @@ def _check_values(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> t
 
 def _check_tokenizer_files(files: Mapping[str, bytes | Path]) -> None:
     for name, content in files.items():
-        if Path(name).name != name or name in (_CONFIG, _GENERATION, _INDEX) or name.endswith(".safetensors"):
+        plain = Path(name).name == name and name not in ("", "..")
+        if not plain or name in (_CONFIG, _GENERATION, _INDEX) or name.endswith(".safetensors"):
             raise ValueError(f"tokenizer file {name!r} must be a plain file name that the export does not write itself")
         if not isinstance(content, bytes) and not Path(content).is_file():
             raise FileNotFoundError(f"tokenizer file {content} is not there")
