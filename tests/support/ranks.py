@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed"])
+# Ranks are forked from a server that has imported these already; one that is not installed is passed over.
+_CONTEXT.set_forkserver_preload(["torch.distributed", "coterie_parallel", "coterie_trainer.train"])
 
 
 class RankFailedError(AssertionError):

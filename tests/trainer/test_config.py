@@ -184,7 +184,6 @@ ONE_FAULT = [
     ("optimizer.final_fraction=1.5", "optimizer: final_fraction (1.5) must be between 0 and 1"),
     ("optimizer.betas=[0.9, 1.0]", "optimizer: betas ([0.9, 1.0]) must each be at least 0 and below 1"),
     ("optimizer.decay_steps=3", 'optimizer: decay_steps (3) belongs to the schedule "wsd"'),
-    ("optimizer.warmup_steps=11", "optimizer: warmup_steps (11) must be at most train.steps (10)"),
     ("parallel.pipeline=0", "parallel: pipeline (0) must be at least 1"),
     ("parallel.dispatcher=pigeon", "parallel: dispatcher ('pigeon') is unknown; known: "),
     ("parallel.expert=16", "parallel: expert (16) must divide data (8)"),

@@ -296,8 +296,6 @@ class Config:
                 f"optimizer: warmup_steps ({warmup}) + decay_steps ({decay}) must be at most train.steps ({steps}); "
                 f"decay_steps of {max(0, steps - warmup)} would work"
             )
-        elif self.optimizer.schedule == "cosine" and warmup > steps >= 1:
-            found.append(f"optimizer: warmup_steps ({warmup}) must be at most train.steps ({steps})")
         return found
 
 

@@ -1,0 +1,233 @@
+"""Checkpoints by `torch.distributed.checkpoint`, under global tensor names, complete or not there at all.
+
+A checkpoint is written to ``checkpoints/step-00000100.incomplete`` and renamed to ``checkpoints/step-00000100`` when
+every rank has written its part; older ones are removed after that. So a run that is killed at any moment finds its
+last good checkpoint, and what a killed save left behind is swept away by the next save.
+"""
+
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from coterie_parallel import Axis, Placement, all_gather_objects
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+__all__ = ["CheckpointError", "Checkpoints", "global_tensors", "read_tensors"]
+
+_NAME = re.compile(r"step-(\d{8})")
+_RESERVE_BYTES = 1 << 20
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; the message names the folder and what to do."""
+
+
+class Checkpoints:
+    """The checkpoint folder of one run.
+
+    Args:
+        run_folder: folder of the run; checkpoints go to its ``checkpoints`` subfolder.
+        world: axis of all ranks, each of which makes every call; None for one process.
+        keep: number of newest checkpoints that stay.
+    """
+
+    def __init__(self, run_folder: str | Path, world: Axis | None = None, *, keep: int = 1) -> None:
+        self.folder = Path(run_folder) / "checkpoints"
+        self.world = world if world is not None else Axis.single("world")
+        self.keep = keep
+
+    def latest_step(self) -> int | None:
+        """Return the step of the newest complete checkpoint, None when there is none."""
+        steps = self.steps()
+        return steps[-1] if steps else None
+
+    def steps(self) -> list[int]:
+        """Return the steps of all complete checkpoints, oldest first."""
+        if not self.folder.is_dir():
+            return []
+        matches = (_NAME.fullmatch(entry.name) for entry in self.folder.iterdir())
+        return sorted(int(match.group(1)) for match in matches if match)
+
+    def path(self, step: int) -> Path:
+        """Return the folder of the checkpoint of one step."""
+        return self.folder / f"step-{step:08d}"
+
+    def save(self, step: int, tensors: dict[str, Tensor]) -> Path:
+        """Write ``tensors`` as the checkpoint of ``step``, then remove the ones that are no longer kept.
+
+        Args:
+            step: number of optimizer steps done.
+            tensors: global names to plain tensors (equal on all ranks) or DTensors (see `global_tensors`).
+
+        Raises:
+            CheckpointError: on every rank, when any rank could not write; earlier checkpoints are untouched.
+        """
+        target = self.path(step)
+        incomplete = target.with_name(target.name + ".incomplete")
+        self._agree(self._prepare(incomplete, _stored_bytes(tensors)) if self.world.index == 0 else "")
+        failure = ""
+        try:
+            with _single_process_allowed():
+                dcp.save(tensors, checkpoint_id=incomplete, **self._process_group())
+        except (Exception, CheckpointException) as error:
+            failure = f"the checkpoint {target} could not be written: {_cause(error)}{self._kept_text()}"
+        try:
+            self._agree(failure)
+        except CheckpointError:
+            if self.world.index == 0:
+                shutil.rmtree(incomplete, ignore_errors=True)
+            raise
+        self._agree(self._publish(incomplete, target) if self.world.index == 0 else "")
+        return target
+
+    def load(self, step: int, tensors: dict[str, Tensor]) -> None:
+        """Read the checkpoint of ``step`` into ``tensors``, in place, whatever layout it was written in.
+
+        Raises:
+            CheckpointError: a file or a tensor is missing, or a shape differs.
+        """
+        _check_files(self.path(step))
+        try:
+            with _single_process_allowed():
+                dcp.load(tensors, checkpoint_id=self.path(step), **self._process_group())
+        except (Exception, CheckpointException) as error:
+            raise CheckpointError(f"the checkpoint {self.path(step)} could not be read: {_cause(error)}") from error
+
+    def _process_group(self) -> dict[str, object]:
+        return {"no_dist": True} if self.world.group is None else {"process_group": self.world.group}
+
+    def _prepare(self, incomplete: Path, needed_bytes: int) -> str:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for leftover in self.folder.glob("*.incomplete"):
+                shutil.rmtree(leftover)
+            incomplete.mkdir()
+            free_bytes = shutil.disk_usage(self.folder).free
+        except OSError as error:
+            return f"cannot write to {self.folder}: {error.strerror}{self._kept_text()}"
+        if free_bytes < needed_bytes + _RESERVE_BYTES:
+            incomplete.rmdir()
+            return (
+                f"not enough disk space for {incomplete.with_suffix('')}: it needs {needed_bytes:,} bytes and "
+                f"{free_bytes:,} are free{self._kept_text()}"
+            )
+        return ""
+
+    def _publish(self, incomplete: Path, target: Path) -> str:
+        try:
+            if target.exists():
+                shutil.rmtree(target)
+            incomplete.rename(target)
+            _sync_folder(self.folder)
+            for step in self.steps()[: -self.keep]:
+                shutil.rmtree(self.path(step))
+        except OSError as error:
+            return f"the checkpoint {target} could not be put in its place: {error}{self._kept_text()}"
+        return ""
+
+    def _kept_text(self) -> str:
+        step = self.latest_step()
+        return "" if step is None else f"; the checkpoint of step {step} is intact"
+
+    def _agree(self, failure: str) -> None:
+        """Raise on every rank when any rank names a failure; also a barrier."""
+        failures = [text for text in all_gather_objects(failure, self.world) if text]
+        if failures:
+            raise CheckpointError(failures[0])
+
+
+def global_tensors(tensors: dict[str, Tensor], placements: dict[str, Placement], expert_axis: Axis) -> dict[str, Tensor]:
+    """Return ``tensors`` with each one that is split over the expert axis wrapped as a DTensor of its global shape.
+
+    Args:
+        tensors: local tensors; a name is a parameter name, or a prefix and a parameter name ("exp_avg/" + name).
+        placements: placement of each parameter name.
+        expert_axis: the axis over which experts are split, on dimension 0.
+    """
+    if expert_axis.group is None:
+        return dict(tensors)
+    wrapped: dict[str, Tensor] = {}
+    meshes: dict[str, DeviceMesh] = {}
+    for name, tensor in tensors.items():
+        placement = placements.get(name.rpartition("/")[2])
+        if placement is None or expert_axis.name not in placement.sharded_over:
+            wrapped[name] = tensor
+            continue
+        kind = tensor.device.type
+        if kind not in meshes:
+            meshes[kind] = DeviceMesh.from_group(expert_axis.group, kind)
+        wrapped[name] = DTensor.from_local(tensor, meshes[kind], [Shard(0)], run_check=False)
+    return wrapped
+
+
+def read_tensors(path: str | Path, prefix: str) -> dict[str, Tensor]:
+    """Read, in one process, every tensor of a checkpoint whose name starts with ``prefix``; names come without it.
+
+    Raises:
+        CheckpointError: the folder is no complete checkpoint.
+    """
+    path = Path(path)
+    _check_files(path)
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+    }
+    with _single_process_allowed():
+        dcp.load(tensors, checkpoint_id=path, no_dist=True)
+    return {name[len(prefix) :]: tensor for name, tensor in tensors.items()}
+
+
+def _check_files(path: Path) -> None:
+    """Raise if a file that the checkpoint's own metadata names is not there, with how many are."""
+    if not (path / ".metadata").is_file():
+        raise CheckpointError(f"{path} is no complete checkpoint: its .metadata file is missing")
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    named = sorted({entry.relative_path for entry in (metadata.storage_data or {}).values()})
+    missing = [name for name in named if not (path / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint {path} is not whole: {len(named) - len(missing)} of {len(named)} files are there, "
+            f"missing {', '.join(missing[:5])}"
+        )
+
+
+@contextmanager
+def _single_process_allowed() -> Iterator[None]:
+    """Silence the warning that DCP gives for a run of one process, which is a normal run here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
+
+
+def _stored_bytes(tensors: dict[str, Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def _cause(error: BaseException) -> str:
+    """Return the innermost reason of a failed save or load in one line, without the traceback DCP adds."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        rank, (inner, _) = next(iter(failures.items()))
+        return f"rank {rank}: {_cause(inner)}"
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

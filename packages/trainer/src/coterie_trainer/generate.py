@@ -1,0 +1,75 @@
+"""Sample text from a run or from an exported folder, with Coterie's own model."""
+
+from pathlib import Path
+
+import torch
+from coterie_export import import_model
+from tokenizers import Tokenizer
+
+from coterie_trainer.exporting import decoder_from_tensors, read_run
+from coterie_trainer.model import Decoder
+from coterie_trainer.run_folder import tokenizer_files
+
+__all__ = ["generate"]
+
+
+def generate(path: str | Path, prompt: str, *, max_new_tokens: int = 128, temperature: float = 0.0, seed: int = 0) -> str:
+    """Return ``prompt`` continued by the model at ``path``.
+
+    Args:
+        path: a run folder (its newest checkpoint is read) or a folder written by ``coterie export``.
+        prompt: text to continue; may be empty when the tokenizer has an end-of-text token to start from.
+        max_new_tokens: most tokens to add; the end-of-text token ends earlier.
+        temperature: 0 takes the likeliest token each time; above 0 samples from softmax(logits / temperature).
+        seed: of the sampling.
+
+    Raises:
+        ValueError: the folder is neither a run nor an export, has no tokenizer, or an argument is out of range.
+    """
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens ({max_new_tokens}) must be at least 1")
+    if temperature < 0:
+        raise ValueError(f"temperature ({temperature}) must be at least 0")
+    path = Path(path)
+    if not path.is_dir():
+        raise ValueError(f"{path} is not a folder; give a run folder or an exported folder")
+    spec, tensors = import_model(path) if (path / "config.json").is_file() else read_run(path)
+    files = tokenizer_files(path)
+    if "tokenizer.json" not in files:
+        raise ValueError(f"{path} has no tokenizer.json")
+    tokenizer = Tokenizer.from_file(str(files["tokenizer.json"]))
+    ids = tokenizer.encode(prompt).ids
+    if not ids and spec.eos_id is None:
+        raise ValueError("the prompt is empty and the model has no end-of-text token to start from")
+    ids = continue_ids(
+        decoder_from_tensors(spec, tensors),
+        ids or [spec.eos_id],
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        generator=torch.Generator().manual_seed(seed),
+    )
+    text: str = tokenizer.decode(ids, skip_special_tokens=True)
+    return text
+
+
+@torch.no_grad()
+def continue_ids(
+    model: Decoder, ids: list[int], *, max_new_tokens: int, temperature: float, generator: torch.Generator
+) -> list[int]:
+    """Return ``ids`` and up to ``max_new_tokens`` more; the model sees at most its maximum sequence length."""
+    spec = model.spec
+    ids = list(ids)
+    for _ in range(max_new_tokens):
+        context = ids[-spec.max_sequence_length :]
+        tokens_BS = torch.tensor([context])
+        hidden_BSD = model(tokens_BS, torch.zeros_like(tokens_BS, dtype=torch.int32)).hidden_BSD
+        logits_V = model.logits(hidden_BSD[0, -1]).float()
+        if temperature == 0.0:
+            chosen = int(logits_V.argmax())
+        else:
+            probabilities_V = torch.softmax(logits_V / temperature, dim=-1)
+            chosen = int(torch.multinomial(probabilities_V, 1, generator=generator))
+        if chosen == spec.eos_id:
+            break
+        ids.append(chosen)
+    return ids

@@ -1,0 +1,208 @@
+"""The decoder: dense and mixture-of-experts blocks built from a `ModelSpec`, with the experts of this rank only."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from coterie_experts import ExpertsConfig, GroupedExperts
+from coterie_export import ModelSpec
+from coterie_parallel import DENSE, EXPERTS, Axis, Dispatcher, Placement, make_dispatcher
+from coterie_routing import Router, RouterConfig, Routing
+from torch import Tensor, nn
+
+from coterie_trainer.layers import Attention, AttentionContext, FeedForward, RMSNorm, attention_context
+
+__all__ = ["Decoder", "ModelOutput", "MoE", "build_model", "placements", "router_config"]
+
+
+@dataclass(frozen=True)
+class ModelOutput:
+    """What one forward returns.
+
+    Attributes:
+        hidden_BSD: last hidden states after the final norm; `Decoder.logits` turns them into logits.
+        routings: what the router of each MoE layer decided and counted, in layer order.
+    """
+
+    hidden_BSD: Tensor
+    routings: list[Routing]
+
+
+def router_config(spec: ModelSpec) -> RouterConfig:
+    """Return the router configuration that a model spec asks for."""
+    return RouterConfig(
+        d_model=spec.d_model,
+        num_experts=spec.num_experts,
+        top_k=spec.top_k,
+        score_function=spec.score_function,
+        renormalize=spec.renormalize,
+        route_scale=spec.route_scale,
+        selection_bias=spec.selection_bias,
+    )
+
+
+class MoE(nn.Module):
+    """Routed experts and an optional shared expert: route, dispatch, run the resident experts, combine."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        dispatcher: Dispatcher,
+        *,
+        expert_backend: Literal["auto", "reference", "torch"] = "auto",
+        first_expert: int = 0,
+        num_local_experts: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.router = Router(router_config(spec), device=device)
+        self.dispatcher = dispatcher
+        self.experts = GroupedExperts(
+            ExpertsConfig(
+                d_model=spec.d_model,
+                d_hidden=spec.expert_hidden,
+                num_experts=spec.num_experts,
+                backend=expert_backend,
+            ),
+            first_expert=first_expert,
+            num_local_experts=num_local_experts,
+            device=device,
+        )
+        self.shared = FeedForward(spec.d_model, spec.shared_hidden, device) if spec.shared_hidden else None
+
+    def forward(self, x_TD: Tensor, is_real_T: Tensor) -> tuple[Tensor, Routing]:
+        """Return the block's output (T, D) and its routing; padding (``is_real_T`` False) is not routed."""
+        routing = self.router(x_TD, is_real_T)
+        dispatched = self.dispatcher.dispatch(x_TD, routing.ids_TK, routing.weights_TK)
+        rows_RD = self.experts(dispatched.rows_RD, dispatched.row_weights_R, dispatched.offsets_e)
+        y_TD = self.dispatcher.combine(rows_RD, dispatched.handle)
+        if self.shared is not None:
+            y_TD = y_TD + self.shared(x_TD)
+        return y_TD, routing
+
+
+class Block(nn.Module):
+    """One decoder layer, with the norm before each part ("pre") or after it ("post", the reordered norm of OLMo 2)."""
+
+    def __init__(self, spec: ModelSpec, feed_forward: FeedForward | MoE, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.norm_first = spec.norm_placement == "pre"
+        self.attention_norm = RMSNorm(spec.d_model, spec.norm_eps, device)
+        self.attention = Attention(spec, device)
+        self.mlp_norm = RMSNorm(spec.d_model, spec.norm_eps, device)
+        self.is_moe = isinstance(feed_forward, MoE)
+        if self.is_moe:
+            self.moe = feed_forward
+        else:
+            self.mlp = feed_forward
+
+    def forward(
+        self, x_BSD: Tensor, context: AttentionContext, is_real_BS: Tensor
+    ) -> tuple[Tensor, Routing | None]:
+        """Return the new residual stream (B, S, D) and, for a MoE layer, its routing."""
+        if self.norm_first:
+            x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), context)
+            mixed, routing = self._feed_forward(self.mlp_norm(x_BSD), is_real_BS)
+            return x_BSD + mixed, routing
+        x_BSD = x_BSD + self.attention_norm(self.attention(x_BSD, context))
+        mixed, routing = self._feed_forward(x_BSD, is_real_BS)
+        return x_BSD + self.mlp_norm(mixed), routing
+
+    def _feed_forward(self, x_BSD: Tensor, is_real_BS: Tensor) -> tuple[Tensor, Routing | None]:
+        if not self.is_moe:
+            return self.mlp(x_BSD), None
+        y_TD, routing = self.moe(x_BSD.flatten(0, 1), is_real_BS.flatten())
+        return y_TD.view_as(x_BSD), routing
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model whose parameter names and shapes are those of its `ModelSpec`.
+
+    Build it on the meta device with `build_model`, which also materialises it; the experts held are those of this
+    rank, everything else is whole.
+    """
+
+    def __init__(self, spec: ModelSpec, feed_forwards: list[FeedForward | MoE], device: torch.device | str) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embed = nn.Embedding(spec.vocab_size, spec.d_model, device=device)
+        self.layers = nn.ModuleList([Block(spec, feed_forward, device) for feed_forward in feed_forwards])
+        self.norm = RMSNorm(spec.d_model, spec.norm_eps, device)
+        if not spec.tied_embeddings:
+            self.head = nn.Linear(spec.d_model, spec.vocab_size, bias=False, device=device)
+
+    def forward(self, tokens_BS: Tensor, document_ids_BS: Tensor) -> ModelOutput:
+        """Run the decoder.
+
+        Args:
+            tokens_BS: int64 ids, each below the vocabulary size.
+            document_ids_BS: int32 number of the document a position belongs to inside its sequence; -1 is padding.
+        """
+        context = attention_context(document_ids_BS, self.spec.head_dim, self.spec.rope_theta)
+        is_real_BS = document_ids_BS >= 0
+        x_BSD = self.embed(tokens_BS)
+        routings: list[Routing] = []
+        for layer in self.layers:
+            x_BSD, routing = layer(x_BSD, context, is_real_BS)
+            if routing is not None:
+                routings.append(routing)
+        return ModelOutput(self.norm(x_BSD), routings)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return logits (..., V) of hidden states (..., D)."""
+        weight = self.embed.weight if self.spec.tied_embeddings else self.head.weight
+        return F.linear(hidden, weight)
+
+
+def build_model(
+    spec: ModelSpec,
+    *,
+    expert_axis: Axis | None = None,
+    dispatcher: str = "local",
+    expert_backend: Literal["auto", "reference", "torch"] = "auto",
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Decoder:
+    """Build a decoder on the meta device and give it uninitialised storage on ``device``.
+
+    Args:
+        spec: sizes of the whole model.
+        expert_axis: the axis over which experts are split; None when one process holds them all.
+        dispatcher: name of the communication back-end.
+        expert_backend: name of the expert kernels.
+        device: where the parameters live.
+        dtype: dtype of all parameters.
+
+    Raises:
+        ValueError: the spec has faults, or the dispatcher is unknown or cannot run here.
+    """
+    problems = spec.problems()
+    if problems:
+        raise ValueError("\n".join(problems))
+    axis = expert_axis if expert_axis is not None else Axis.single("expert")
+    num_local_experts = spec.num_experts // axis.size
+    meta = torch.device("meta")
+    feed_forwards: list[FeedForward | MoE] = []
+    for index in range(spec.num_layers):
+        if index < spec.num_dense_layers:
+            feed_forwards.append(FeedForward(spec.d_model, spec.dense_hidden, meta))
+            continue
+        moe = MoE(
+            spec,
+            make_dispatcher(dispatcher, num_experts=spec.num_experts, axis=axis),
+            expert_backend=expert_backend,
+            first_expert=axis.index * num_local_experts,
+            num_local_experts=num_local_experts,
+            device=meta,
+        )
+        feed_forwards.append(moe)
+    model = Decoder(spec, feed_forwards, meta)
+    for parameter in model.parameters():  # not Module.to: buffers such as the selection bias stay fp32
+        parameter.data = parameter.data.to(dtype)
+    return model.to_empty(device=device)
+
+
+def placements(model: Decoder) -> dict[str, Placement]:
+    """Say for each parameter over which axes it is replicated and over which it is sharded."""
+    return {name: EXPERTS if ".moe.experts." in name else DENSE for name, _ in model.named_parameters()}

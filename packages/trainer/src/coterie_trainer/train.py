@@ -1,0 +1,271 @@
+"""The training run: build, resume, loop, evaluate, save."""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from coterie_export import ModelSpec
+from coterie_parallel import AdamWConfig, Mesh, Optimizer, make_plan
+from torch import Tensor
+
+from coterie_trainer.checkpoint import Checkpoints, global_tensors
+from coterie_trainer.config import Config, ConfigError, config_problems
+from coterie_trainer.data.dataset import EvaluationBatches, Sequences, TrainBatches, open_split, prefetch
+from coterie_trainer.initialize import initialize
+from coterie_trainer.launch import Process, StopRequest, distributed
+from coterie_trainer.metrics import EvaluationRecord, Reporter, StepRecord
+from coterie_trainer.model import Decoder, build_model, placements
+from coterie_trainer.run_folder import check_same_run, write_run
+from coterie_trainer.schedule import learning_rate
+from coterie_trainer.step import Stepper, StepResult, evaluate
+
+__all__ = ["Run", "train"]
+
+
+def train(config: Config, process: Process, stop: StopRequest) -> None:
+    """Train until ``config.train.steps``, from the last checkpoint of the run folder when there is one.
+
+    Args:
+        config: the whole run.
+        process: this process among all of the run.
+        stop: asks for an early end; the step in flight is finished and saved.
+
+    Raises:
+        ConfigError: the config has problems; all are listed.
+        ValueError: the run folder holds another run, or the data does not fit.
+    """
+    problems = config_problems(config, process.world)
+    if problems:
+        raise ConfigError(problems)
+    device = pick_device(config.device, process.local_rank)
+    check_same_run(config)
+    with distributed(process, timeout_s=config.parallel.timeout_s, device=device):
+        plan = make_plan(config.parallel, process.world, num_experts=config.model.num_experts)
+        mesh = Mesh(plan, process.rank, timeout_s=config.parallel.timeout_s, device=device)
+        try:
+            Run(config, mesh, device).loop(stop)
+        finally:
+            mesh.close()
+
+
+def pick_device(name: str, local_rank: int) -> torch.device:
+    """Return the device of a process: its own GPU, or the CPU."""
+    if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
+        if not torch.cuda.is_available():
+            raise ValueError('device = "cuda", but torch sees no CUDA device; set device = "cpu"')
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")
+
+
+class Run:
+    """Everything of one rank: data, model, optimizer, checkpoints.
+
+    Args:
+        config: a config without problems.
+        mesh: the named axes of ranks.
+        device: where this rank computes.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh, device: torch.device) -> None:
+        self.config, self.mesh = config, mesh
+        train, data = config.train, mesh.axis("data")
+        self.train_split = open_split(config.data.path, "train")
+        self.held_out_split = open_split(config.data.path, "held_out")
+        self.batches = TrainBatches(
+            self.train_split,
+            config.data.sequence_length,
+            sequences_per_step=train.sequences_per_step,
+            sequences_per_micro_batch=train.sequences_per_micro_batch,
+            data_index=data.index,
+            data_size=data.size,
+            seed=config.seed,
+        )
+        self.held_out = EvaluationBatches(
+            self.held_out_split,
+            config.data.sequence_length,
+            sequences_per_micro_batch=train.sequences_per_micro_batch,
+            data_index=data.index,
+            data_size=data.size,
+            limit=train.evaluate_sequences,
+        )
+        self.spec = model_spec(config, self.train_split)
+        self.model = build_model(
+            self.spec,
+            expert_axis=mesh.axis("expert"),
+            dispatcher=config.parallel.dispatcher,
+            expert_backend=config.model.expert_backend,
+            device=device,
+            dtype=getattr(torch, config.dtype),
+        )
+        initialize(self.model, seed=config.seed, std=config.model.init_std)
+        self.placements = placements(self.model)
+        self.optimizer = Optimizer(self.model.named_parameters(), self.placements, mesh, adamw_config(config))
+        self.stepper = Stepper(self.model, self.optimizer, mesh, train)
+        self.checkpoints = Checkpoints(config.run_folder, mesh.axis("world"), keep=config.checkpoint.keep)
+        self.step = 0
+        self.tokens_seen = 0
+
+    def loop(self, stop: StopRequest) -> None:
+        """Run the steps that are left, with evaluations and checkpoints where the config wants them."""
+        config, steps = self.config, self.config.train.steps
+        latest = self.checkpoints.latest_step()
+        if latest is not None:
+            self.load(latest)
+        with self._reporter() as reporter:
+            if self.step >= steps:
+                reporter and reporter.note(
+                    f"{config.run_folder} is complete at step {self.step}; raise train.steps to go on"
+                )
+                return
+            if latest is not None:
+                reporter and reporter.note(f"going on from the checkpoint of step {latest}")
+            elif config.train.evaluate_every:
+                self._evaluate(reporter)
+            with prefetch(self.batches, self.step, steps) as stream:
+                clock = _Clock()
+                for batches in stream:
+                    rate = self._rate()
+                    result = self.stepper.run(batches, learning_rate=rate, stop_requested=stop.requested)
+                    self.step += 1
+                    self.tokens_seen += result.num_tokens
+                    clock.add(result.num_tokens, stream.waited_s)
+                    is_last = self.step == steps or result.stop_requested
+                    if reporter and (self.step % config.log.every == 0 or is_last):
+                        reporter.step(self._record(result, rate, clock))
+                    if self.step == steps or _is_due(self.step, config.train.evaluate_every):
+                        self._evaluate(reporter)
+                    if is_last or _is_due(self.step, config.checkpoint.every):
+                        self.save()
+                    if result.stop_requested and self.step < steps:
+                        reporter and reporter.note(
+                            f"stopped at step {self.step}; start the same command again to go on"
+                        )
+                        return
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all that a checkpoint holds, under global names, sharing memory with the live state."""
+        local = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
+        local.update(self.optimizer.state_dict())
+        local["trainer/load_LE"] = self.stepper.load_LE
+        local["trainer/tokens_seen"] = torch.tensor(self.tokens_seen)
+        return global_tensors(local, self.placements, self.mesh.axis("expert"))
+
+    def save(self) -> None:
+        """Write a checkpoint of the present step."""
+        self.checkpoints.save(self.step, self.tensors())
+
+    def load(self, step: int) -> None:
+        """Restore model, optimizer and counters from the checkpoint of ``step``."""
+        tensors = self.tensors()
+        self.checkpoints.load(step, tensors)
+        self.optimizer.load_state_dict({name: _local(tensor) for name, tensor in tensors.items()})
+        self.stepper.load_LE = tensors["trainer/load_LE"]
+        self.tokens_seen = int(tensors["trainer/tokens_seen"])
+        self.step = step
+
+    def _rate(self) -> float:
+        optimizer = self.config.optimizer
+        return learning_rate(
+            self.step,
+            steps=self.config.train.steps,
+            peak=optimizer.learning_rate,
+            warmup_steps=optimizer.warmup_steps,
+            schedule=optimizer.schedule,
+            decay_steps=optimizer.decay_steps,
+            final_fraction=optimizer.final_fraction,
+        )
+
+    def _evaluate(self, reporter: Reporter | None) -> None:
+        loss = evaluate(self.model, self.held_out, self.mesh)
+        tokens_per_byte = self.held_out_split.num_tokens / self.held_out_split.num_bytes
+        if reporter:
+            reporter.evaluation(
+                EvaluationRecord(step=self.step, loss=loss, bits_per_byte=loss / math.log(2) * tokens_per_byte)
+            )
+
+    def _record(self, result: StepResult, rate: float, clock: "_Clock") -> StepRecord:
+        tokens_per_second, data_wait_fraction, step_s = clock.read()
+        return StepRecord(
+            step=self.step,
+            loss=result.loss,
+            balance_loss=result.balance_loss,
+            z_loss=result.z_loss,
+            gradient_norm=result.gradient_norm,
+            learning_rate=rate,
+            load_imbalance=result.load_imbalance,
+            tokens=self.tokens_seen,
+            tokens_per_second=tokens_per_second,
+            data_wait_fraction=data_wait_fraction,
+            remaining_s=step_s * (self.config.train.steps - self.step),
+        )
+
+    @contextmanager
+    def _reporter(self) -> Iterator[Reporter | None]:
+        """Open the reporter on rank 0; other ranks report nothing."""
+        if self.mesh.axis("world").index != 0:
+            yield None
+            return
+        write_run(self.config, self.spec)
+        reporter = Reporter(
+            Path(self.config.run_folder),
+            total_steps=self.config.train.steps,
+            start_step=self.step,
+            tensorboard=self.config.log.tensorboard,
+        )
+        try:
+            yield reporter
+        finally:
+            reporter.close()
+
+
+class _Clock:
+    """Times the steps since the last reading."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._waited_at_start = self._waited = 0.0
+        self._tokens = self._steps = 0
+
+    def add(self, num_tokens: int, waited_s: float) -> None:
+        """Count one step; ``waited_s`` is the total time waited for data so far."""
+        self._tokens += num_tokens
+        self._steps += 1
+        self._waited = waited_s
+
+    def read(self) -> tuple[float, float, float]:
+        """Return tokens per second, the share of time spent waiting for data, and seconds per step; start anew."""
+        now = time.perf_counter()
+        elapsed = max(now - self._start, 1e-9)
+        reading = self._tokens / elapsed, (self._waited - self._waited_at_start) / elapsed, elapsed / self._steps
+        self._start, self._waited_at_start = now, self._waited
+        self._tokens = self._steps = 0
+        return reading
+
+
+def model_spec(config: Config, split: Sequences) -> ModelSpec:
+    """Return the spec of the model that a config and its data ask for."""
+    return config.model.to_spec(split.vocab_size, config.data.sequence_length, split.eos_id)
+
+
+def adamw_config(config: Config) -> AdamWConfig:
+    """Return the optimizer settings in the form of coterie-parallel."""
+    optimizer = config.optimizer
+    return AdamWConfig(
+        betas=optimizer.betas,
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        gradient_clip=optimizer.gradient_clip,
+    )
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
