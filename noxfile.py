@@ -3,6 +3,7 @@
 import importlib.util
 import shutil
 import sys
+import tempfile
 import tomllib
 from pathlib import Path
 
@@ -95,10 +96,11 @@ def wheels(session: nox.Session) -> None:
 @per_package
 def minimums(session: nox.Session, package: str) -> None:
     """Tests of one package with the lowest versions that its pyproject allows (downloads another torch)."""
-    session.install("--group", "test")
-    # From another folder, so that the exact versions of the workspace do not apply.
-    with session.chdir(session.create_tmp()):
+    # From a folder outside, so that the exact versions of the workspace do not apply; the test tools come second and
+    # leave what is there.
+    with tempfile.TemporaryDirectory() as outside, session.chdir(outside):
         session.install("--resolution=lowest-direct", *editable(*local_packages(package)))
+        session.install("--group", f"{ROOT}/pyproject.toml:test")
     session.run("pytest", f"tests/{package}", *session.posargs, env=TEST_ENVIRONMENT)
 
 
