@@ -1,0 +1,135 @@
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+from coterie_trainer.check import active_parameters, report
+from coterie_trainer.config import load_config
+from coterie_trainer.data.shards import TokenWriter
+
+DEMO = Path(__file__).parents[2] / "configs" / "demo.toml"
+
+# One dense layer and one with experts; every number below is worked out by hand.
+TINY = """
+run_folder = "r"
+[model]
+num_layers = 2
+d_model = 8
+num_heads = 2
+num_kv_heads = 1
+num_dense_layers = 1
+dense_hidden = 12
+num_experts = 4
+top_k = 2
+expert_hidden = 6
+selection_bias = true
+[data]
+path = "nowhere"
+vocab_size = 10
+sequence_length = 16
+[train]
+steps = 5
+sequences_per_step = 8
+sequences_per_micro_batch = 1
+[optimizer]
+learning_rate = 0.1
+[parallel]
+expert = -1
+"""
+
+EMBEDDING_AND_HEAD = 2 * 10 * 8
+NORMS = 2 * 2 * 8 + 8
+ATTENTION = 2 * (8 * 8 + 4 * 8 + 4 * 8 + 8 * 8)
+DENSE_MLP = 3 * 12 * 8
+ROUTER = 4 * 8
+DENSE = EMBEDDING_AND_HEAD + NORMS + ATTENTION + DENSE_MLP + ROUTER
+EXPERT = 3 * 6 * 8
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY)
+    return path
+
+
+def test_minus_one_is_resolved_and_every_number_shown(tiny):
+    assert (DENSE, EXPERT) == (904, 144)
+    assert report(load_config(tiny), 4) == "\n".join(
+        [
+            "plan",
+            "  world size (4) = pipeline (1) x data (4)",
+            "  data (4) = expert_data (1) x expert (4)",
+            "  experts (4) = expert (4) x 1 on each rank; dispatcher all_to_all",
+            "",
+            "model",
+            "  layers: 2 = 1 dense + 1 with experts",
+            "  experts: 4 of width 6, 2 for each token, no shared one",
+            "  vocabulary: 10 (data.vocab_size, as nowhere is not there yet)",
+            f"  parameters: {904 + 4 * 144:,}",
+            f"  active parameters for a token: {904 + 2 * 144:,}",
+            "  export families that can hold it: none",
+            "",
+            "memory of a rank, without activations",
+            "  parameters: 1,048 = 904 on every rank + 144 of its own experts",
+            "  parameters, float32: 4,192 bytes = 4.1 KiB",
+            "  gradients, float32 from backward and float32 for the sum over ranks: 8,384 bytes = 8.2 KiB",
+            "  optimizer, two float32 moments: 8,384 bytes = 8.2 KiB",
+            "  sum: 20,960 bytes = 20.5 KiB",
+            "",
+            "step",
+            "  tokens: 128 = 8 sequences x 16",
+            "  sequences: 8 = data (4) x 2 micro-batches x 1 sequences",
+            "  run: 5 steps, 640 tokens",
+        ]
+    )
+
+
+@pytest.mark.parametrize(("world", "expert", "local"), [(1, 1, 4), (2, 2, 2), (4, 4, 1)])
+def test_experts_are_split_and_the_rest_is_not(tiny, world, expert, local):
+    shown = report(load_config(tiny), world)
+    assert f"experts (4) = expert ({expert}) x {local} on each rank" in shown
+    assert f"parameters: {904 + local * 144:,} = 904 on every rank + {local * 144:,} of its own experts" in shown
+
+
+def test_bfloat16_needs_main_weights(tiny):
+    shown = report(load_config(tiny, ["dtype=bfloat16"]), 4)
+    assert f"parameters, bfloat16: {2 * 1048:,} bytes" in shown
+    assert f"gradients, bfloat16 from backward and float32 for the sum over ranks: {6 * 1048:,} bytes" in shown
+    assert f"optimizer, two float32 moments, float32 main weights: {12 * 1048:,} bytes" in shown
+
+
+def test_the_parameters_are_all_tensors_but_the_selection_bias(tiny):
+    spec = load_config(tiny).model.to_spec(10, 16, None)
+    sizes = {name: math.prod(shape) for name, shape in spec.tensor_shapes().items()}
+    assert sum(sizes.values()) == 904 + 4 * 144 + 4
+    everything = dataclasses.replace(spec, top_k=4)
+    assert active_parameters(everything) == sum(sizes.values()) - sizes["layers.1.moe.router.selection_bias"]
+
+
+def test_problems_take_the_place_of_the_plan(tiny):
+    assert report(load_config(tiny), 3).splitlines() == [
+        "problems",
+        "  - parallel: num_experts (4) must be a multiple of the expert degree (3); nearest: 3 or 6",
+        "  - train: sequences_per_step (8) must be a multiple of data (3) x sequences_per_micro_batch (1) = 3; "
+        "nearest: 6 or 9",
+    ]
+
+
+def test_the_vocabulary_of_made_token_files_counts(tiny, tmp_path):
+    config = load_config(tiny)
+    folder = tmp_path / "tokens"
+    found = dataclasses.replace(config, data=dataclasses.replace(config.data, path=str(folder)))
+    with TokenWriter(folder, vocab_size=300, eos_id=0) as writer:
+        writer.add("train", [1, 2, 299, 0], text_bytes=9)
+        writer.add("held_out", [3, 0], text_bytes=3)
+    shown = report(found, 4)
+    assert f"vocabulary: 300 (of {folder})" in shown
+    assert f"parameters: {904 + 4 * 144 + 2 * 290 * 8:,}\n" in shown
+    (folder / "index.json").unlink()
+    with pytest.raises(ValueError, match="is not a folder of token files"):
+        report(found, 4)
+
+
+def test_the_demo_can_be_exported():
+    assert "export families that can hold it: qwen3_moe" in report(load_config(DEMO), 2)
