@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from coterie_experts import ExpertsConfig
 from coterie_export import ModelSpec
-from coterie_parallel import ParallelConfig, make_plan, plan_problems
+from coterie_parallel import ParallelConfig, plan_problems
 from coterie_routing import RouterConfig
 
 from coterie_trainer.reading import TableReader, apply_override, to_dict, to_toml
@@ -311,14 +311,13 @@ def config_problems(config: Config, world: int | None, vocab_size: int | None = 
     num_experts = config.model.num_experts if config.model.num_experts >= 1 else None
     found = config.problems()
     found += [f"parallel: {problem}" for problem in plan_problems(config.parallel, world, num_experts=num_experts)]
-    if not plan_problems(config.parallel, world):
-        data = make_plan(config.parallel, world).data
-        total, micro = config.train.sequences_per_step, config.train.sequences_per_micro_batch
-        if total >= 1 and micro >= 1 and total % (data * micro):
-            found.append(
-                f"train: sequences_per_step ({total}) must be a multiple of data ({data}) x sequences_per_micro_batch "
-                f"({micro}) = {data * micro}; nearest: {_nearest(total, data * micro)}"
-            )
+    data = config.parallel.data if config.parallel.data >= 1 else world // max(1, config.parallel.pipeline)
+    total, micro = config.train.sequences_per_step, config.train.sequences_per_micro_batch
+    if min(data, total, micro) >= 1 and total % (data * micro):
+        found.append(
+            f"train: sequences_per_step ({total}) must be a multiple of data ({data}) x sequences_per_micro_batch "
+            f"({micro}) = {data * micro}; nearest: {_nearest(total, data * micro)}"
+        )
     if not any(problem.startswith(("model:", "data:")) for problem in found):
         # The export's own rules come last: where they repeat a rule from above, it was reported in the file's words.
         spec = config.model.to_spec(vocab_size or config.data.vocab_size, config.data.sequence_length, None)
