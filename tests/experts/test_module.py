@@ -74,6 +74,30 @@ def test_named_back_end_on_another_device_or_unknown() -> None:
         choose_backend("triton", device=CPU, **sizes)
 
 
+@pytest.mark.parametrize(("capability", "runs"), [((8, 0), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)])
+def test_gpus_where_grouped_mm_reads_the_offsets_on_the_host(
+    capability: tuple[int, int], runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "This GPU")
+    choice = choose_backend("auto", d_model=16, d_hidden=8, dtype=torch.bfloat16, device=torch.device("cuda"))
+    assert choice.name == ("torch" if runs else "reference")
+    assert runs or choice.reason == "'torch' cannot run: it needs compute capability 9 or 10, which This GPU has not"
+
+
+def test_torch_back_end_never_looks_at_values_off_the_cpu() -> None:
+    """Tensors without memory raise when a value is read, as a host synchronisation would."""
+    experts = GroupedExperts(config(d_model=16, d_hidden=24, backend="torch"), device="meta", dtype=torch.bfloat16)
+    x = torch.empty(10, 16, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    weights = torch.empty(10, 2, device="meta", requires_grad=True)
+    experts.forward_tokens(x, torch.empty(10, 2, dtype=torch.int64, device="meta"), weights).sum().backward()
+    assert (x.grad.shape, x.grad.dtype) == (x.shape, torch.bfloat16)
+    assert (weights.grad.shape, weights.grad.dtype) == (weights.shape, torch.float32)
+    reference = GroupedExperts(config(backend="reference"), device="meta")
+    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+        reference(torch.empty(4, 12, device="meta"), torch.empty(4, device="meta"), ends(*[4] * 8).to("meta"))
+
+
 def arguments() -> dict[str, Tensor]:
     return {
         "rows": torch.zeros(6, 12),

@@ -1,10 +1,12 @@
 """Values and every gradient of every back-end against float64, and the reference against loops and paper."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from coterie_experts import grouped_swiglu
+from coterie_experts.grouped_swiglu import reference, torch_native
 from torch import Tensor
 
 from experts.cases import CASES, Case, Tensors, gradients, loop_of_matmuls, make_tensors
@@ -166,6 +168,28 @@ def test_one_gradient_alone_is_the_same(wanted: str, backend: str) -> None:
     y = grouped_swiglu(t.rows, t.row_weights, t.offsets, t.gate_up, t.down, backend=backend)
     (gradient,) = gradients(y, (getattr(t, wanted),), t.grad_y)
     assert torch.equal(gradient, expected)
+
+
+def test_bfloat16_arithmetic_of_the_torch_back_end() -> None:
+    """It is for GPUs, but its casts are the same on the CPU: no worse than the reference in bfloat16."""
+    counts = (16, 0, 25, 4)
+    tensors = make_tensors(Case(name="", counts=counts, d_model=16, d_hidden=24, rows_past_the_end=3))
+    for name in ("rows", "gate_up", "down", "grad_y"):
+        setattr(tensors, name, getattr(tensors, name).bfloat16())
+    exact = run_loop(tensors.differentiable(torch.float64), counts)
+
+    def in_bfloat16(function: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        leaves = [
+            getattr(tensors, name).clone().requires_grad_() for name in ("rows", "row_weights", "gate_up", "down")
+        ]
+        y = function(leaves[0], leaves[1], tensors.offsets, *leaves[2:])
+        return (y.detach(), *gradients(y, tuple(leaves), tensors.grad_y))
+
+    ours, plain = in_bfloat16(torch_native.grouped_swiglu), in_bfloat16(reference.grouped_swiglu)
+    for name, one, baseline, truth in zip(NAMES, ours, plain, exact, strict=True):
+        assert one.dtype == (torch.float32 if name == "grad row_weights" else torch.bfloat16), name
+        error, allowed = ((got.double() - truth).abs().max() for got in (one, baseline))
+        assert error <= 2 * allowed, name
 
 
 def test_reference_runs_in_bfloat16() -> None:
