@@ -1,5 +1,6 @@
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,13 @@ from trainer.data.cases import write_folder
 
 def data_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("coterie-data")]
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 class RecordedBatches(TrainBatches):
@@ -52,21 +60,20 @@ def test_reads_one_step_ahead_and_no_more(folder: Path) -> None:
     batches = RecordedBatches(folder)
     with prefetch(batches, 0, 10) as steps:
         next(steps)
-        deadline = time.monotonic() + 10
-        while batches.read != [0, 1] and time.monotonic() < deadline:
-            time.sleep(0.001)
+        wait_until(lambda: batches.read == [0, 1])
         time.sleep(0.02)
         assert batches.read == [0, 1]
 
 
 def test_counts_the_seconds_waited(folder: Path) -> None:
-    with prefetch(RecordedBatches(folder, sleep_s=0.05), 0, 2) as steps:
+    batches = RecordedBatches(folder, sleep_s=0.4)
+    with prefetch(batches, 0, 2) as steps:
         next(steps)
         first_s = steps.waited_s
-        assert first_s > 0.03
-        time.sleep(0.3)  # the caller computes meanwhile, so the second step is there when it is asked for
+        assert 0.2 < first_s < 10
+        wait_until(lambda: batches.read == [0, 1])  # the caller computes meanwhile
         next(steps)
-        assert steps.waited_s - first_s < 0.03
+        assert steps.waited_s - first_s < 0.1
 
 
 def test_an_error_arrives_where_its_step_is_asked_for(folder: Path) -> None:
