@@ -138,6 +138,13 @@ REFUSED = [
         world=2,
         sentences=[['"local"', "got 2", '"all_to_all"']],
     ),
+    PlanCase(
+        name="local with more than one rank and experts that do not divide",
+        config=ParallelConfig(expert=2, dispatcher="local"),
+        world=2,
+        num_experts=-3,
+        sentences=[["num_experts (-3)", "nearest: 2"], ['"local"', "got 2"]],
+    ),
     PlanCase(name="no ranks", config=ParallelConfig(), world=0, sentences=[["world size (0)"]]),
 ]
 

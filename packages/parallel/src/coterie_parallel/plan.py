@@ -133,14 +133,15 @@ def plan_problems(config: ParallelConfig, world: int, *, num_experts: int | None
             f"expert ({expert}) must divide data ({data}), where world size ({world}), pipeline ({config.pipeline}); "
             f"nearest: {_nearest_divisors(data, expert)}"
         )
-    if num_experts is not None and (num_experts < 1 or num_experts % expert):
+    fits = num_experts is not None and num_experts >= 1 and num_experts % expert == 0
+    if num_experts is not None and not fits:
         found.append(
             f"num_experts ({num_experts}) must be a multiple of the expert degree ({expert}); "
             f"nearest: {_nearest_multiples(num_experts, expert)}"
         )
-    elif config.dispatcher in known_dispatchers():
+    if config.dispatcher in known_dispatchers():
         reason = dispatcher_class(config.dispatcher).supports(
-            num_experts=num_experts or expert, expert_degree=expert, alignment=1
+            num_experts=num_experts if num_experts is not None and fits else expert, expert_degree=expert, alignment=1
         )
         if reason is not None:
             found.append(reason)

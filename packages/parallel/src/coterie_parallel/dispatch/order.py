@@ -79,7 +79,9 @@ def segments(counts_se: Tensor, alignment: int) -> Segments:
 
 def pad_rows(arrived_P: Tensor, placed: Segments) -> Tensor:
     """Put arriving rows (P, ...) at their place in a buffer (R, ...) whose padding rows are zero."""
-    rows_R = arrived_P.new_zeros((placed.num_rows, *arrived_P.shape[1:]))
+    rows_R = arrived_P.new_empty((placed.num_rows, *arrived_P.shape[1:]))
+    if placed.num_rows > arrived_P.shape[0]:
+        rows_R.zero_()
     return rows_R.index_copy_(0, placed.row_P, arrived_P)
 
 
