@@ -31,7 +31,7 @@ _STDLIB_HELD_OUT = 0.05
 # Characters that a tokenizer is trained on: more of the same kind of text hardly moves the merges, but costs time.
 _STDLIB_SAMPLE = 8 * 2**20
 _FILES_SAMPLE = 32 * 2**20
-_BATCH_CHARACTERS = 8 * 2**20
+_BATCH_CHARACTERS = 4 * 2**20
 _BATCH_DOCUMENTS = 4096
 _REPORT_EVERY_S = 5.0
 
