@@ -86,10 +86,13 @@ class _GroupedSwiGLU(torch.autograd.Function):
             )
         if needs_rows or needs_gate_up:
             grad_activation_RH = grad_weighted_RH.mul_(weights_R[:, None])
-            grad_pre_R2H = torch.empty_like(pre_R2H)
-            grad_pre_R2H[:, : gate_RH.shape[1]] = torch.ops.aten.silu_backward(grad_activation_RH * up_RH, gate_RH)
-            grad_pre_R2H[:, gate_RH.shape[1] :] = silu_RH.mul_(grad_activation_RH)
+            grad_pre_R2H = torch.empty_like(pre_R2H, dtype=torch.float32)
+            grad_gate_RH, grad_up_RH = grad_pre_R2H.chunk(2, dim=1)
+            torch.mul(grad_activation_RH, up_RH, out=grad_gate_RH)
+            torch.ops.aten.silu_backward(grad_gate_RH, gate_RH, grad_input=grad_gate_RH)
+            torch.mul(grad_activation_RH, silu_RH, out=grad_up_RH)
             _clear_rows(grad_pre_R2H, zero_weight_R)
+            grad_pre_R2H = grad_pre_R2H.to(pre_R2H.dtype)
             if needs_rows:
                 grad_rows_RD = F.grouped_mm(grad_pre_R2H, gate_up, offs=offsets_e)
                 _clear_rows(grad_rows_RD, past_end_R)
