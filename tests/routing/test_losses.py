@@ -142,6 +142,43 @@ def test_sequence_term_by_hand():
     assert term.item() == pytest.approx((2 * 1 + 1 * 2) / 3, abs=1e-12)
 
 
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+def test_sequence_term_and_gradient_equal_a_loop_over_sequences(make_logits, score_function):
+    config = RouterConfig(d_model=1, num_experts=5, top_k=2, score_function=score_function)
+    logits_TE = make_logits(12, 5, dtype=torch.float64)
+    is_real_T = torch.tensor([True] * 5 + [False, True, True] + [True, False, False, False])  # 4, 3 and 1 real
+    routing = route(logits_TE, config, is_real_T=is_real_T)
+    term = sequence_balance_term(routing, top_k=2, num_sequences=3, step_tokens=20)
+    expected = sum(
+        reference.loop_balance_loss(routing.scores_TE[start : start + 4], routing.ids_TK[start : start + 4])
+        * is_real_T[start : start + 4].sum()
+        / 20
+        for start in (0, 4, 8)
+    )
+    assert term.item() == pytest.approx(expected.item(), rel=1e-13)
+    (gradient,) = torch.autograd.grad(term, logits_TE, retain_graph=True)
+    (expected_gradient,) = torch.autograd.grad(expected, logits_TE)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-11, atol=1e-14)
+
+
+def test_z_loss_and_its_gradient_by_formula(make_logits):
+    logits_TE = make_logits(6, 4, dtype=torch.float64)
+    is_real_T = torch.tensor([True, True, False, True, True, True])
+    loss = z_loss(route(logits_TE, RouterConfig(d_model=1, num_experts=4, top_k=2), is_real_T=is_real_T).sums)
+    z_T = logits_TE.detach().exp().sum(1).log()
+    assert loss.item() == pytest.approx((z_T[is_real_T] ** 2).mean().item(), rel=1e-13)
+    (gradient,) = torch.autograd.grad(loss, logits_TE)
+    expected = 2 / 5 * z_T[:, None] * logits_TE.detach().softmax(1) * is_real_T[:, None]
+    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-15)
+
+
+def test_the_load_that_prices_gets_no_gradient(make_logits):
+    sums = route(make_logits(6, 4), RouterConfig(d_model=1, num_experts=4, top_k=2)).sums
+    load_E = torch.tensor([0.4, 0.3, 0.2, 0.1]).requires_grad_()
+    balance_term(sums, top_k=2, load_fraction_E=load_E, step_tokens=6).backward()
+    assert load_E.grad is None
+
+
 @few
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=5),
@@ -251,8 +288,9 @@ def test_the_micro_batch_scope_depends_on_the_split_as_its_docstring_says(make_l
     assert (gradient(1) - gradient(2)).abs().max().item() > 1e-2
 
 
-def test_scopes_agree_where_they_must(make_logits):
-    config = RouterConfig(d_model=1, num_experts=4, top_k=2)
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+def test_scopes_agree_where_they_must(make_logits, score_function):
+    config = RouterConfig(d_model=1, num_experts=4, top_k=2, score_function=score_function)
     routing = route(make_logits(12, 4), config)
     one_sequence = [
         scoped_balance_term(

@@ -212,6 +212,20 @@ def test_a_masked_row_reaches_nothing_whatever_stands_in_it():
 
 
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+def test_masked_logits_that_are_not_finite_leave_no_trace(make_logits, score_function):
+    config = RouterConfig(d_model=1, num_experts=4, top_k=2, score_function=score_function)
+    logits_TE = make_logits(3, 4).detach()
+    logits_TE[1] = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
+    logits_TE.requires_grad_()
+    routing = route(logits_TE, config, is_real_T=torch.tensor([True, False, True]))
+    loss = routing.weights_TK.square().sum() + balance_loss(routing.sums, top_k=2) + z_loss(routing.sums)
+    (gradient,) = torch.autograd.grad(loss, logits_TE)
+    assert loss.isfinite()
+    assert gradient.isfinite().all()
+    assert gradient[1].eq(0).all()
+
+
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
 @pytest.mark.parametrize(("tokens", "mask"), [(0, None), (0, []), (3, [False] * 3)], ids=["T=0", "T=0 mask", "all pad"])
 def test_no_tokens_give_zero_loss_and_zero_gradient(tokens, mask, score_function):
     router = make_router(score_function=score_function)

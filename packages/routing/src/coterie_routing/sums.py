@@ -116,4 +116,4 @@ def load_imbalance(counts_E: Tensor) -> Tensor:
     """
     load_E = counts_E.to(torch.float64)
     total = load_E.sum()
-    return torch.where(total > 0, load_E.max() * load_E.numel() / total.clamp_min(1), torch.ones_like(total))
+    return torch.where(total > 0, load_E.max() * load_E.numel() / total, torch.ones_like(total))
