@@ -19,7 +19,7 @@ def test_one_rank_conforms(name: str) -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_agree_with_the_contract_and_with_one_rank(world: int) -> None:
-    for rank, problems in enumerate(run_ranks(_all_checks, world)):
+    for rank, problems in enumerate(run_ranks(_all_checks, world, timeout_s=150)):
         assert problems == [], f"rank {rank}"
 
 

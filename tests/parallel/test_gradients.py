@@ -94,7 +94,7 @@ def _all_layouts(rank: int, world: int) -> dict[tuple[int, int], dict[str, Any]]
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_sums_norm_and_count_equal_one_process_in_every_layout(world: int) -> None:
-    results = run_ranks(_all_layouts, world)
+    results = run_ranks(_all_layouts, world, timeout_s=150)
     for expert, bucket_bytes in results[0]:
         squares = 0.0
         for rank in range(world):

@@ -8,11 +8,11 @@ from parallel.cases import REFUSED, PlanCase
 
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
 def test_a_wrong_layout_is_refused_with_every_fault_and_number(case: PlanCase) -> None:
-    start = time.perf_counter()
+    start = time.process_time()
     found = plan_problems(case.config, case.world, num_experts=case.num_experts)
     with pytest.raises(ValueError, match=r".") as raised:
         make_plan(case.config, case.world, case.num_experts)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert str(raised.value).splitlines() == found
     assert len(found) == len(case.sentences), found
     for sentence, words in zip(found, case.sentences, strict=True):

@@ -95,7 +95,7 @@ def _run_layouts(rank: int, world: int, degrees: tuple[int, ...]) -> dict[tuple[
 
 @pytest.mark.parametrize(("world", "degrees"), [(2, (1, 2)), (4, (2, 4))])
 def test_every_layout_equals_one_process(world: int, degrees: tuple[int, ...]) -> None:
-    results = run_ranks(_run_layouts, world, degrees)
+    results = run_ranks(_run_layouts, world, degrees, timeout_s=150)
     one_rank = Mesh(make_plan(ParallelConfig(), 1), 0, timeout_s=5)
     for case in TRAINING:
         expected = _run(case, one_rank, share_tokens(NUM_TOKENS, case.share, world), "local")

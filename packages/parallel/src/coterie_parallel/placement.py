@@ -3,9 +3,9 @@
 import hashlib
 import math
 from collections.abc import Iterable, Mapping
+from ctypes import string_at
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from coterie_parallel.collectives import all_gather_objects
@@ -79,9 +79,11 @@ def replica_problems(
     """Return a sentence for each tensor that is not bit-equal on the ranks that replicate it; all ranks must call."""
     by_axis: dict[str, dict[str, str]] = {}
     for name, tensor in sorted(named_tensors, key=lambda item: item[0]):
-        raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+        local = tensor.detach().cpu().contiguous()
+        # Read by address: numpy would be a further dependency.
+        digest = hashlib.sha256(string_at(local.data_ptr(), local.nbytes)).hexdigest()
         for axis_name in placements[name].replicated_over:
-            by_axis.setdefault(axis_name, {})[name] = hashlib.sha256(raw.numpy().tobytes()).hexdigest()
+            by_axis.setdefault(axis_name, {})[name] = digest
     found = []
     for axis_name in sorted(by_axis):
         axis = mesh.axis(axis_name)
