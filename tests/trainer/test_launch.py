@@ -1,5 +1,6 @@
 """`launch_local` is tested with a stand-in for the trainer: a child that fails or stops in the way that it is told."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -46,8 +47,20 @@ elif what == "user_error":
     fail("coterie: error: no such folder", 2, is_user_error=True)
 elif what == "crash":
     if rank == 1:
-        fail("Traceback of the cause\\nZeroDivisionError", 1)
-    time.sleep(0.1)
+        record_failure(process, "Traceback of the cause\\nZeroDivisionError", is_user_error=False)
+        ready()
+        time.sleep(0.4)  # it fails first and is the last to be gone
+        sys.exit(1)
+    while not (folder / "1.pid").is_file():
+        time.sleep(0.01)
+    fail("Traceback of one that lost its peer", 7)
+elif what == "native_crash_noticed":
+    if rank == 1:
+        ready()
+        os.kill(os.getpid(), signal.SIGSEGV)
+    while not (folder / "1.pid").is_file():
+        time.sleep(0.001)
+    time.sleep(0.01)
     fail("Traceback of one that lost its peer", 7)
 elif what == "native_crash":
     ready()
@@ -119,6 +132,10 @@ def start(tmp_path):
         return launches[-1]
 
     yield start
+    # Children that a failed test leaves behind would hold the output open for ever.
+    for file in tmp_path.glob("*.pid"):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(file.read_text()), signal.SIGKILL)
     for launch in launches:
         launch.parent.kill()
         launch.parent.communicate()
@@ -167,6 +184,12 @@ def test_a_rank_that_is_killed_ends_the_run(start):
         "[rank 1] coterie: error: this rank was killed by SIGKILL; perhaps this machine ran out of memory\n"
     )
     assert not any(map(is_alive, pids))
+
+
+def test_a_crash_without_a_record_is_still_the_cause(start):
+    code, output, errors = start("native_crash_noticed").end()
+    assert (code, output) == (128 + signal.SIGSEGV, "")
+    assert errors == "[rank 1] coterie: error: this rank was killed by SIGSEGV\n"
 
 
 def test_a_rank_that_exits_without_a_reason_shows_its_last_lines(start):
