@@ -284,14 +284,23 @@ def test_export(calls, capsys):
     assert cli.main(["export", "r", "o", "--family", "qwen3_moe"]) == 0
     assert calls == [("export_run", ("r", "o"), {"family": "qwen3_moe", "step": None, "dtype": None})]
     calls.clear()
-    assert cli.main(["export", "r", "o", "--family", "f", "--step", "7", "--dtype", "bfloat16", "--check"]) == 0
+    assert cli.main(["export", "r", "o", "--family", "f", "--dtype", "bfloat16"]) == 0
+    assert calls == [("export_run", ("r", "o"), {"family": "f", "step": None, "dtype": torch.bfloat16})]
+    calls.clear()
+    assert cli.main(["export", "r", "o", "--family", "f", "--step", "7", "--check"]) == 0
     assert calls == [
-        ("export_run", ("r", "o"), {"family": "f", "step": 7, "dtype": torch.bfloat16}),
+        ("export_run", ("r", "o"), {"family": "f", "step": 7, "dtype": None}),
         ("check_export", ("r", "o"), {"step": 7}),
     ]
     assert capsys.readouterr().out.splitlines()[-1] == (
         "transformers gives the same logits: largest relative difference 1.5e-06"
     )
+
+
+def test_rounded_numbers_are_not_checked(calls, capsys):
+    assert cli.main(["export", "r", "o", "--family", "f", "--dtype", "bfloat16", "--check"]) == 2
+    assert "give one of the two" in capsys.readouterr().err
+    assert calls == []
 
 
 def test_generate(calls, capsys):

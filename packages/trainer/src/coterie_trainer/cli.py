@@ -264,6 +264,8 @@ def _export(options: argparse.Namespace) -> int:
 
     from coterie_trainer.exporting import check_export, export_run
 
+    if options.check and options.dtype is not None:
+        raise ValueError("--check compares the numbers of the run itself, and --dtype rounds them; give one of the two")
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
     export_run(options.run_folder, options.out, family=options.family, step=options.step, dtype=dtype)
     print(f"wrote {options.out}")
