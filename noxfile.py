@@ -109,6 +109,7 @@ def demo(session: nox.Session) -> None:
     """Train the default model on 2 processes, export it, check it with transformers and print generated text."""
     session.install(*editable(*PACKAGES, extras={"export": "transformers"}))
     session.run("coterie", "train", "configs/demo.toml", *session.posargs)
+    shutil.rmtree("runs/demo-export", ignore_errors=True)
     session.run("coterie", "export", "runs/demo", "runs/demo-export", "--family", "qwen3_moe", "--check")
     session.run("coterie", "generate", "runs/demo-export", "--prompt", "def ")
 
@@ -139,7 +140,9 @@ def run_tests(session: nox.Session, package: str, arguments: list[str]) -> None:
     """Run pytest on the folder of a package, or on all the folders that need the hub."""
     folders = HUB_FOLDERS if package == HUB else [package]
     present = [f"tests/{folder}" for folder in folders if (ROOT / "tests" / folder).is_dir()]
-    session.run("pytest", "-n", "auto", "--maxprocesses", "4", *present, *arguments, env=TEST_ENVIRONMENT)
+    # A second process must import torch before it helps: only the long run of the hub gains from it.
+    processes = ["-n", "auto", "--maxprocesses", "4"] if package == HUB else []
+    session.run("pytest", *processes, *present, *arguments, env=TEST_ENVIRONMENT)
 
 
 def run_benchmarks(session: nox.Session, package: str, arguments: list[str]) -> None:
