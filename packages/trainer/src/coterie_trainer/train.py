@@ -13,7 +13,7 @@ from torch import Tensor
 
 from coterie_trainer.checkpoint import Checkpoints, global_tensors
 from coterie_trainer.config import Config, ConfigError, config_problems
-from coterie_trainer.data.dataset import EvaluationBatches, Sequences, TrainBatches, open_split, prefetch
+from coterie_trainer.data.dataset import EvaluationBatches, Sequences, TrainBatches, has_tokens, open_split, prefetch
 from coterie_trainer.initialize import initialize
 from coterie_trainer.launch import Process, StopRequest, distributed
 from coterie_trainer.metrics import EvaluationRecord, Reporter, StepRecord
@@ -75,7 +75,7 @@ class Run:
         self.config, self.mesh = config, mesh
         train, data = config.train, mesh.axis("data")
         self.train_split = open_split(config.data.path, "train")
-        self.held_out_split = open_split(config.data.path, "held_out")
+        self.held_out_split = open_split(config.data.path, "held_out") if has_tokens(config.data.path, "held_out") else None
         self.batches = TrainBatches(
             self.train_split,
             config.data.sequence_length,
@@ -84,14 +84,6 @@ class Run:
             data_index=data.index,
             data_size=data.size,
             seed=config.seed,
-        )
-        self.held_out = EvaluationBatches(
-            self.held_out_split,
-            config.data.sequence_length,
-            sequences_per_micro_batch=train.sequences_per_micro_batch,
-            data_index=data.index,
-            data_size=data.size,
-            limit=train.evaluate_sequences,
         )
         self.spec = model_spec(config, self.train_split)
         self.model = build_model(
@@ -181,8 +173,19 @@ class Run:
         )
 
     def _evaluate(self, reporter: Reporter | None) -> None:
-        loss = evaluate(self.model, self.held_out, self.mesh)
-        tokens_per_byte = self.held_out_split.num_tokens / self.held_out_split.num_bytes
+        split, train, data = self.held_out_split, self.config.train, self.mesh.axis("data")
+        if split is None:
+            return
+        batches = EvaluationBatches(
+            split,
+            self.config.data.sequence_length,
+            sequences_per_micro_batch=train.sequences_per_micro_batch,
+            data_index=data.index,
+            data_size=data.size,
+            limit=train.evaluate_sequences,
+        )
+        loss = evaluate(self.model, batches, self.mesh)
+        tokens_per_byte = split.num_tokens / split.num_bytes
         if reporter:
             reporter.evaluation(
                 EvaluationRecord(step=self.step, loss=loss, bits_per_byte=loss / math.log(2) * tokens_per_byte)

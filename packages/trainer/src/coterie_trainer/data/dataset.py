@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from coterie_trainer.data.shards import Index, check_sizes, map_tokens, read_index
 
-__all__ = ["Batch", "EvaluationBatches", "Prefetch", "Sequences", "TrainBatches", "open_split", "prefetch"]
+__all__ = ["Batch", "EvaluationBatches", "Prefetch", "Sequences", "TrainBatches", "has_tokens", "open_split", "prefetch"]
 
 # Shards kept mapped at a time: enough for locality, and far below the usual limits on open files (256 to 1,024).
 _MAPPED_SHARDS = 64
@@ -149,6 +149,12 @@ def open_split(folder: str | Path, split: str) -> Sequences:
         raise ValueError(f"{folder} has no tokens in split {split!r}; splits with tokens: {', '.join(known) or 'none'}")
     check_sizes(folder, index, [split])
     return Sequences(folder, index, split)
+
+
+def has_tokens(folder: str | Path, split: str) -> bool:
+    """Return whether a folder of token files has any token in a split."""
+    entry = read_index(folder).splits.get(split)
+    return entry is not None and bool(entry.shards)
 
 
 class TrainBatches:

@@ -1,0 +1,62 @@
+"""The same numbers in every layout: 20 steps of the demo's model on real text, against one process."""
+
+import json
+from pathlib import Path
+
+import pytest
+from coterie_parallel import Mesh, make_plan
+from coterie_trainer.config import load_config
+from coterie_trainer.launch import StopRequest
+from coterie_trainer.train import Run
+from support.ranks import run_ranks
+
+from stories.conftest import CONFIG
+
+LAYOUTS = [(2, 1), (2, 2), (4, 2)]
+NUMBERS = ("loss", "balance_loss", "z_loss", "gradient_norm", "load_imbalance", "tokens")
+
+
+def train_rank(rank: int, world: int, overrides: list[str], folder: str) -> None:
+    config = load_config(CONFIG, [*overrides, f"run_folder={folder!r}"], world)
+    import torch
+
+    with Mesh(make_plan(config.parallel, world), rank, timeout_s=60.0) as mesh:
+        Run(config, mesh, torch.device("cpu")).loop(StopRequest())
+
+
+def records(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory, small_demo: list[str]) -> list[dict[str, float]]:
+    folder = tmp_path_factory.mktemp("one")
+    run_ranks(train_rank, 1, [*small_demo, "parallel.data=1", "parallel.expert=1"], str(folder), timeout_s=120.0)
+    found = records(folder)
+    steps = [record for record in found if record["kind"] == "step"]
+    assert [record["step"] for record in steps] == list(range(1, 21))
+    assert steps[-1]["loss"] < 0.95 * steps[0]["loss"]
+    return found
+
+
+@pytest.mark.parametrize(("data", "expert"), LAYOUTS)
+def test_twenty_steps_are_those_of_one_process(
+    tmp_path: Path, small_demo: list[str], one_process: list[dict[str, float]], data: int, expert: int
+) -> None:
+    layout = [f"parallel.data={data}", f"parallel.expert={expert}"]
+    run_ranks(train_rank, data, [*small_demo, *layout], str(tmp_path), timeout_s=120.0)
+    found = records(tmp_path)
+    assert len(found) == len(one_process)
+    for expected, record in zip(one_process, found, strict=True):
+        assert record["kind"] == expected["kind"]
+        for name in NUMBERS if record["kind"] == "step" else ("loss", "bits_per_byte"):
+            assert record[name] == pytest.approx(expected[name], rel=1e-5), (record["step"], name)
+
+
+def test_the_local_dispatcher_gives_the_same_bits(
+    tmp_path: Path, small_demo: list[str], one_process: list[dict[str, float]]
+) -> None:
+    layout = ["parallel.data=1", "parallel.expert=1", 'parallel.dispatcher="local"']
+    run_ranks(train_rank, 1, [*small_demo, *layout], str(tmp_path), timeout_s=120.0)
+    for expected, record in zip(one_process, records(tmp_path), strict=True):
+        assert record["loss"] == expected["loss"]
