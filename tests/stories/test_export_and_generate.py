@@ -37,10 +37,11 @@ def test_export_checks_itself_and_is_the_same_from_every_layout(tmp_path: Path, 
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= names
     assert (folders[0] / "config.json").read_bytes() == (folders[1] / "config.json").read_bytes()
 
-    text = coterie("generate", str(folders[1]), "--prompt", "def f(", "--max-new-tokens", "8")
+    prompt = ("--prompt", "def f(", "--max-new-tokens", "8")
+    text = coterie("generate", str(folders[1]), *prompt)
     assert text.returncode == 0, text.stderr
     assert text.stdout.startswith("def f(")
-    assert text.stdout == coterie("generate", str(tmp_path / "two"), "--prompt", "def f(", "--max-new-tokens", "8").stdout
+    assert text.stdout == coterie("generate", str(tmp_path / "two"), *prompt).stdout
 
     refused = coterie("export", str(tmp_path / "two"), str(tmp_path / "new"), "--family", "olmoe")
     assert refused.returncode == 2
@@ -52,7 +53,7 @@ def test_greedy_text_equals_that_of_transformers(tmp_path: Path, small_demo: lis
     import torch
     import transformers
     from coterie_trainer.exporting import decoder_from_tensors, export_run, read_run
-    from coterie_trainer.generate import continue_ids
+    from coterie_trainer.generation import continue_ids
 
     train(tmp_path / "run", small_demo, "parallel.data=1", "parallel.expert=1")
     export_run(tmp_path / "run", tmp_path / "out", family="qwen3_moe")

@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from coterie_parallel import Mesh, make_plan
 from coterie_trainer.config import load_config
 from coterie_trainer.launch import StopRequest
-from coterie_trainer.train import Run
+from coterie_trainer.training import Run
 from support.ranks import run_ranks
 
 from stories.conftest import CONFIG
@@ -18,8 +19,6 @@ NUMBERS = ("loss", "balance_loss", "z_loss", "gradient_norm", "load_imbalance", 
 
 def train_rank(rank: int, world: int, overrides: list[str], folder: str) -> None:
     config = load_config(CONFIG, [*overrides, f"run_folder={folder!r}"], world)
-    import torch
-
     with Mesh(make_plan(config.parallel, world), rank, timeout_s=60.0) as mesh:
         Run(config, mesh, torch.device("cpu")).loop(StopRequest())
 
@@ -35,7 +34,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory, small_demo: list[str])
     found = records(folder)
     steps = [record for record in found if record["kind"] == "step"]
     assert [record["step"] for record in steps] == list(range(1, 21))
-    assert steps[-1]["loss"] < 0.95 * steps[0]["loss"]
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.2
     return found
 
 

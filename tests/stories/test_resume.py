@@ -88,9 +88,7 @@ def assert_same_end(folder: Path, unbroken: Path) -> None:
 
 
 def test_interrupted_by_ctrl_c(tmp_path: Path, small_demo: list[str], unbroken: Path) -> None:
-    process = subprocess.Popen(
-        command(tmp_path, small_demo), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen(command(tmp_path, small_demo), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_for_step(tmp_path, 7, process)
     family = {process.pid} | children_of(process.pid)
     assert len(family) >= 3

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 # Ranks are forked from a server that has imported these already; one that is not installed is passed over.
-_CONTEXT.set_forkserver_preload(["torch.distributed", "coterie_parallel", "coterie_trainer.train"])
+_CONTEXT.set_forkserver_preload(["torch.distributed", "coterie_parallel", "coterie_trainer.training"])
 
 
 class RankFailedError(AssertionError):

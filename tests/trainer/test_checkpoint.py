@@ -52,7 +52,9 @@ def test_too_little_space_names_needed_and_free_bytes_and_keeps_the_older_one(
     checkpoints.save(1, _tensors(1))
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1000, 900, 100))
     # 6 + 8 + 8 fp32 values and one int64
-    with pytest.raises(CheckpointError, match=r"it needs 96 bytes and 100 are free; the checkpoint of step 1 is intact"):
+    with pytest.raises(
+        CheckpointError, match=r"it needs 96 bytes and 100 are free; the checkpoint of step 1 is intact"
+    ):
         checkpoints.save(2, _tensors(2))
     assert os.listdir(tmp_path / "checkpoints") == ["step-00000001"]
 
@@ -64,7 +66,7 @@ def test_a_write_that_fails_half_way_leaves_the_older_one(tmp_path: Path, monkey
     def fail(*args: object, **options: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint.dcp, "save", fail)
+    monkeypatch.setattr(checkpoint, "save", fail)
     with pytest.raises(CheckpointError, match=r"No space left on device; the checkpoint of step 1 is intact"):
         checkpoints.save(2, _tensors(2))
     assert os.listdir(tmp_path / "checkpoints") == ["step-00000001"]

@@ -45,10 +45,10 @@ def calls(monkeypatch):
 
     keep("coterie_trainer.data.tokenize.prepare_stdlib")
     keep("coterie_trainer.cli.launch_local", 0)
-    keep("coterie_trainer.train.train")
+    keep("coterie_trainer.training.train")
     keep("coterie_trainer.exporting.export_run")
     keep("coterie_trainer.exporting.check_export", 1.5e-6)
-    keep("coterie_trainer.generate.generate", "def main():")
+    keep("coterie_trainer.generation.generate", "def main():")
     return made
 
 
@@ -202,7 +202,7 @@ def test_under_torchrun_one_rank_reports_the_config(calls, monkeypatch, capsys):
 
 def test_a_stop_of_one_process_ends_with_130(calls, monkeypatch, capsys):
     monkeypatch.setattr(
-        "coterie_trainer.train.train", lambda config, process, stop: os.kill(os.getpid(), signal.SIGINT)
+        "coterie_trainer.training.train", lambda config, process, stop: os.kill(os.getpid(), signal.SIGINT)
     )
     layout = ["--set=parallel.data=-1", "--set=parallel.expert=-1", "--set=data.source=files"]
     assert cli.main(["train", DEMO, *layout]) == 130
@@ -223,7 +223,7 @@ def test_a_stop_of_one_process_ends_with_130(calls, monkeypatch, capsys):
     ],
 )
 def test_a_fault_of_the_input_is_one_message(monkeypatch, capsys, error, expected):
-    monkeypatch.setattr("coterie_trainer.generate.generate", raising(error))
+    monkeypatch.setattr("coterie_trainer.generation.generate", raising(error))
     assert cli.main(["generate", "x", "--prompt", "y"]) == 2
     assert capsys.readouterr() == ("", expected)
 
@@ -231,20 +231,20 @@ def test_a_fault_of_the_input_is_one_message(monkeypatch, capsys, error, expecte
 def test_a_failed_checkpoint_is_one_message(monkeypatch, capsys):
     from coterie_trainer.checkpoint import CheckpointError
 
-    monkeypatch.setattr("coterie_trainer.generate.generate", raising(CheckpointError("3 of 4")))
+    monkeypatch.setattr("coterie_trainer.generation.generate", raising(CheckpointError("3 of 4")))
     assert cli.main(["generate", "x", "--prompt", "y"]) == 2
     assert capsys.readouterr().err == "coterie: error: 3 of 4\n"
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("ours"), RuntimeError("ours")])
 def test_a_fault_of_ours_keeps_its_traceback(monkeypatch, error):
-    monkeypatch.setattr("coterie_trainer.generate.generate", raising(error))
+    monkeypatch.setattr("coterie_trainer.generation.generate", raising(error))
     with pytest.raises(type(error), match="ours"):
         cli.main(["generate", "x", "--prompt", "y"])
 
 
 def test_an_interrupt_is_one_word(monkeypatch, capsys):
-    monkeypatch.setattr("coterie_trainer.generate.generate", raising(KeyboardInterrupt()))
+    monkeypatch.setattr("coterie_trainer.generation.generate", raising(KeyboardInterrupt()))
     assert cli.main(["generate", "x", "--prompt", "y"]) == 130
     assert capsys.readouterr() == ("", "interrupted\n")
 
@@ -267,7 +267,7 @@ def test_a_local_rank_leaves_its_reason_to_the_parent(
     calls, monkeypatch, tmp_path, capsys, error, code, is_user_error, text
 ):
     monkeypatch.setattr("coterie_trainer.cli.exit_with_parent", lambda: None)
-    monkeypatch.setattr("coterie_trainer.train.train", raising(error))
+    monkeypatch.setattr("coterie_trainer.training.train", raising(error))
     store = tmp_path / "store"
     assert cli.main(["train", DEMO, "--rank", "1", "--world", "2", "--store", str(store)]) == code
     record = json.loads((tmp_path / "failure-1").read_text())

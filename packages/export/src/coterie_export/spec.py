@@ -3,19 +3,24 @@
 import math
 from dataclasses import dataclass, fields
 from types import NoneType
-from typing import Any
+from typing import Any, Literal
 
 __all__ = ["ModelSpec", "Shape"]
 
 Shape = tuple[int, ...]
 
+_NormPlacement = Literal["pre", "post"]
+_QkNorm = Literal["head", "width"] | None
+_ScoreFunction = Literal["softmax", "sigmoid"]
+
 _KINDS: dict[Any, tuple[type, ...]] = {
     int: (int,),
     float: (float, int),
     bool: (bool,),
-    str: (str,),
     int | None: (int, NoneType),
-    str | None: (str, NoneType),
+    _NormPlacement: (str,),
+    _QkNorm: (str, NoneType),
+    _ScoreFunction: (str,),
 }
 _MAY_BE_ZERO = ("num_dense_layers", "dense_hidden", "shared_hidden")
 _CHOICES: dict[str, tuple[str | None, ...]] = {
@@ -72,13 +77,13 @@ class ModelSpec:
     expert_hidden: int
     max_sequence_length: int
     norm_eps: float = 1e-6
-    norm_placement: str = "pre"
-    qk_norm: str | None = None
+    norm_placement: _NormPlacement = "pre"
+    qk_norm: _QkNorm = None
     rope_theta: float = 10000.0
     num_dense_layers: int = 0
     dense_hidden: int = 0
     shared_hidden: int = 0
-    score_function: str = "softmax"
+    score_function: _ScoreFunction = "softmax"
     renormalize: bool = True
     route_scale: float = 1.0
     selection_bias: bool = False

@@ -14,11 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from coterie_parallel import Axis, Placement, all_gather_objects
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -78,7 +80,7 @@ class Checkpoints:
         failure = ""
         try:
             with _single_process_allowed():
-                dcp.save(tensors, checkpoint_id=incomplete, **self._process_group())
+                save(tensors, checkpoint_id=incomplete, **self._process_group())
         except (Exception, CheckpointException) as error:
             failure = f"the checkpoint {target} could not be written: {_cause(error)}{self._kept_text()}"
         try:
@@ -99,7 +101,7 @@ class Checkpoints:
         _check_files(self.path(step))
         try:
             with _single_process_allowed():
-                dcp.load(tensors, checkpoint_id=self.path(step), **self._process_group())
+                load(tensors, checkpoint_id=self.path(step), **self._process_group())
         except (Exception, CheckpointException) as error:
             raise CheckpointError(f"the checkpoint {self.path(step)} could not be read: {_cause(error)}") from error
 
@@ -146,7 +148,9 @@ class Checkpoints:
             raise CheckpointError(failures[0])
 
 
-def global_tensors(tensors: dict[str, Tensor], placements: dict[str, Placement], expert_axis: Axis) -> dict[str, Tensor]:
+def global_tensors(
+    tensors: dict[str, Tensor], placements: dict[str, Placement], expert_axis: Axis
+) -> dict[str, Tensor]:
     """Return ``tensors`` with each one that is split over the expert axis wrapped as a DTensor of its global shape.
 
     Args:
@@ -178,14 +182,14 @@ def read_tensors(path: str | Path, prefix: str) -> dict[str, Tensor]:
     """
     path = Path(path)
     _check_files(path)
-    metadata = dcp.FileSystemReader(path).read_metadata()
+    metadata = FileSystemReader(path).read_metadata()
     tensors = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in metadata.state_dict_metadata.items()
         if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
     }
     with _single_process_allowed():
-        dcp.load(tensors, checkpoint_id=path, no_dist=True)
+        load(tensors, checkpoint_id=path, no_dist=True)
     return {name[len(prefix) :]: tensor for name, tensor in tensors.items()}
 
 
@@ -193,7 +197,7 @@ def _check_files(path: Path) -> None:
     """Raise if a file that the checkpoint's own metadata names is not there, with how many are."""
     if not (path / ".metadata").is_file():
         raise CheckpointError(f"{path} is no complete checkpoint: its .metadata file is missing")
-    metadata = dcp.FileSystemReader(path).read_metadata()
+    metadata = FileSystemReader(path).read_metadata()
     named = sorted({entry.relative_path for entry in (metadata.storage_data or {}).values()})
     missing = [name for name in named if not (path / name).is_file()]
     if missing:

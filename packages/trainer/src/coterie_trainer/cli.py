@@ -215,7 +215,7 @@ def _train(options: argparse.Namespace) -> int:
     if procs > 1:
         arguments = ["train", options.config, *(f"--set={text}" for text in options.set)]
         return launch_local(arguments, procs)
-    from coterie_trainer.train import train
+    from coterie_trainer.training import train
 
     with StopRequest() as stop:
         train(config, process, stop)
@@ -276,7 +276,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from coterie_trainer.generate import generate
+    from coterie_trainer.generation import generate
 
     print(
         generate(

@@ -97,9 +97,7 @@ class Block(nn.Module):
         else:
             self.mlp = feed_forward
 
-    def forward(
-        self, x_BSD: Tensor, context: AttentionContext, is_real_BS: Tensor
-    ) -> tuple[Tensor, Routing | None]:
+    def forward(self, x_BSD: Tensor, context: AttentionContext, is_real_BS: Tensor) -> tuple[Tensor, Routing | None]:
         """Return the new residual stream (B, S, D) and, for a MoE layer, its routing."""
         if self.norm_first:
             x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), context)

@@ -7,7 +7,17 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from coterie_parallel import Mesh, Optimizer, all_reduce_sum
-from coterie_routing import LoadSums, Routing, balance_loss, load_imbalance, pack, scoped_balance_term, unpack, z_loss, z_term
+from coterie_routing import (
+    LoadSums,
+    Routing,
+    balance_loss,
+    load_imbalance,
+    pack,
+    scoped_balance_term,
+    unpack,
+    z_loss,
+    z_term,
+)
 from torch import Tensor
 
 from coterie_trainer.config import TrainConfig
@@ -87,7 +97,7 @@ class Stepper:
             batch_loss = cross_entropy_sum(self.model, output.hidden_BSD, batch.targets_BS)
             auxiliary = self._auxiliary(output.routings, step_tokens, num_sequences=len(batch.tokens_BS))
             objective = batch_loss / step_targets + auxiliary
-            objective.backward()
+            torch.autograd.backward(objective)
             loss_sum += batch_loss.detach()
             seen = [routing.sums.detach() for routing in output.routings]
             layer_sums = seen if layer_sums is None else [a + b for a, b in zip(layer_sums, seen, strict=True)]

@@ -19,7 +19,16 @@ from numpy.typing import NDArray
 
 from coterie_trainer.data.shards import Index, check_sizes, map_tokens, read_index
 
-__all__ = ["Batch", "EvaluationBatches", "Prefetch", "Sequences", "TrainBatches", "has_tokens", "open_split", "prefetch"]
+__all__ = [
+    "Batch",
+    "EvaluationBatches",
+    "Prefetch",
+    "Sequences",
+    "TrainBatches",
+    "has_tokens",
+    "open_split",
+    "prefetch",
+]
 
 # Shards kept mapped at a time: enough for locality, and far below the usual limits on open files (256 to 1,024).
 _MAPPED_SHARDS = 64

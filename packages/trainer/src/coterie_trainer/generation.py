@@ -13,7 +13,9 @@ from coterie_trainer.run_folder import tokenizer_files
 __all__ = ["generate"]
 
 
-def generate(path: str | Path, prompt: str, *, max_new_tokens: int = 128, temperature: float = 0.0, seed: int = 0) -> str:
+def generate(
+    path: str | Path, prompt: str, *, max_new_tokens: int = 128, temperature: float = 0.0, seed: int = 0
+) -> str:
     """Return ``prompt`` continued by the model at ``path``.
 
     Args:
@@ -39,11 +41,13 @@ def generate(path: str | Path, prompt: str, *, max_new_tokens: int = 128, temper
         raise ValueError(f"{path} has no tokenizer.json")
     tokenizer = Tokenizer.from_file(str(files["tokenizer.json"]))
     ids = tokenizer.encode(prompt).ids
-    if not ids and spec.eos_id is None:
-        raise ValueError("the prompt is empty and the model has no end-of-text token to start from")
+    if not ids:
+        if spec.eos_id is None:
+            raise ValueError("the prompt is empty and the model has no end-of-text token to start from")
+        ids = [spec.eos_id]
     ids = continue_ids(
         decoder_from_tensors(spec, tensors),
-        ids or [spec.eos_id],
+        ids,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         generator=torch.Generator().manual_seed(seed),

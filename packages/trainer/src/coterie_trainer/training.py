@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import torch
 from coterie_export import ModelSpec
 from coterie_parallel import AdamWConfig, Mesh, Optimizer, make_plan
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from coterie_trainer.checkpoint import Checkpoints, global_tensors
 from coterie_trainer.config import Config, ConfigError, config_problems
@@ -17,7 +18,7 @@ from coterie_trainer.data.dataset import EvaluationBatches, Sequences, TrainBatc
 from coterie_trainer.initialize import initialize
 from coterie_trainer.launch import Process, StopRequest, distributed
 from coterie_trainer.metrics import EvaluationRecord, Reporter, StepRecord
-from coterie_trainer.model import Decoder, build_model, placements
+from coterie_trainer.model import build_model, placements
 from coterie_trainer.run_folder import check_same_run, write_run
 from coterie_trainer.schedule import learning_rate
 from coterie_trainer.step import Stepper, StepResult, evaluate
@@ -75,7 +76,8 @@ class Run:
         self.config, self.mesh = config, mesh
         train, data = config.train, mesh.axis("data")
         self.train_split = open_split(config.data.path, "train")
-        self.held_out_split = open_split(config.data.path, "held_out") if has_tokens(config.data.path, "held_out") else None
+        has_held_out = has_tokens(config.data.path, "held_out")
+        self.held_out_split = open_split(config.data.path, "held_out") if has_held_out else None
         self.batches = TrainBatches(
             self.train_split,
             config.data.sequence_length,
@@ -109,13 +111,12 @@ class Run:
         if latest is not None:
             self.load(latest)
         with self._reporter() as reporter:
+            note: Callable[[str], None] = reporter.note if reporter else lambda text: None
             if self.step >= steps:
-                reporter and reporter.note(
-                    f"{config.run_folder} is complete at step {self.step}; raise train.steps to go on"
-                )
+                note(f"{config.run_folder} is complete at step {self.step}; raise train.steps to go on")
                 return
             if latest is not None:
-                reporter and reporter.note(f"going on from the checkpoint of step {latest}")
+                note(f"going on from the checkpoint of step {latest}")
             elif config.train.evaluate_every:
                 self._evaluate(reporter)
             with prefetch(self.batches, self.step, steps) as stream:
@@ -134,9 +135,7 @@ class Run:
                     if is_last or _is_due(self.step, config.checkpoint.every):
                         self.save()
                     if result.stop_requested and self.step < steps:
-                        reporter and reporter.note(
-                            f"stopped at step {self.step}; start the same command again to go on"
-                        )
+                        note(f"stopped at step {self.step}; start the same command again to go on")
                         return
 
     def tensors(self) -> dict[str, Tensor]:
@@ -155,7 +154,8 @@ class Run:
         """Restore model, optimizer and counters from the checkpoint of ``step``."""
         tensors = self.tensors()
         self.checkpoints.load(step, tensors)
-        self.optimizer.load_state_dict({name: _local(tensor) for name, tensor in tensors.items()})
+        # The optimizer's tensors were filled in place; this also rewrites the parameters from its main weights.
+        self.optimizer.load_state_dict({name: _local(tensors[name]) for name in self.optimizer.state_dict()})
         self.stepper.load_LE = tensors["trainer/load_LE"]
         self.tokens_seen = int(tensors["trainer/tokens_seen"])
         self.step = step
@@ -271,4 +271,4 @@ def _is_due(step: int, every: int) -> bool:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
