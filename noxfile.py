@@ -111,7 +111,9 @@ def demo(session: nox.Session) -> None:
     session.run("coterie", "train", "configs/demo.toml", *session.posargs)
     shutil.rmtree("runs/demo-export", ignore_errors=True)
     session.run("coterie", "export", "runs/demo", "runs/demo-export", "--family", "qwen3_moe", "--check")
-    session.run("coterie", "generate", "runs/demo-export", "--prompt", "def ")
+    session.run(
+        "coterie", "generate", "runs/demo-export", "--prompt", "class Reader:\n    def ", "--temperature", "0.7"
+    )
 
 
 def local_packages(package: str) -> list[str]:

@@ -39,3 +39,20 @@ SPECS = {
     ),
     "plain_renormalize_off": ModelSpec(**_TINY | dict(renormalize=False, num_kv_heads=4)),
 }
+
+DEMO = ModelSpec(
+    **_TINY
+    | dict(
+        vocab_size=4096,
+        d_model=192,
+        num_layers=4,
+        num_heads=6,
+        head_dim=32,
+        qk_norm="head",
+        max_sequence_length=256,
+        dense_hidden=512,
+        num_experts=16,
+        top_k=4,
+        expert_hidden=128,
+    )
+)

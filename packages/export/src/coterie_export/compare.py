@@ -23,11 +23,17 @@ def load_with_transformers(folder: str | os.PathLike[str]) -> Any:
         if error.name != "transformers":
             raise  # it is there, but something that it needs is not
         raise ImportError('this needs transformers: pip install "coterie-export[transformers]"') from error
-    loader = transformers.AutoModelForCausalLM
-    # "eager": the grouped matrix product that transformers would take needs expert widths that are multiples of 4
-    model, info = loader.from_pretrained(
-        folder, dtype=torch.float32, experts_implementation="eager", output_loading_info=True
-    )
+    loader, logging = transformers.AutoModelForCausalLM, transformers.utils.logging
+    shows_progress = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        # "eager": the grouped matrix product that transformers would take needs expert widths that are multiples of 4
+        model, info = loader.from_pretrained(
+            folder, dtype=torch.float32, experts_implementation="eager", output_loading_info=True
+        )
+    finally:
+        if shows_progress:
+            logging.enable_progress_bar()
     faults = {kind: names for kind, names in info.items() if names}
     if faults:
         raise ValueError(f"transformers did not load {folder} cleanly: {faults}")

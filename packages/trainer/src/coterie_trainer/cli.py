@@ -179,10 +179,11 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="TOML file; configs/demo.toml explains every key")
     parser.add_argument(
         "--set",
-        action="append",
+        action="extend",
+        nargs="+",
         default=[],
         metavar="TABLE.KEY=VALUE",
-        help="change one value of the config; may be given many times",
+        help="change values of the config; may be given many times",
     )
 
 
@@ -219,8 +220,6 @@ def _train(options: argparse.Namespace) -> int:
 
     with StopRequest() as stop:
         train(config, process, stop)
-    if stop.requested and process.store is None and process.rank == 0:
-        print("interrupted", file=sys.stderr)
     return INTERRUPTED if stop.requested else 0
 
 

@@ -326,7 +326,8 @@ def _watch(children: Sequence[_Child], stop: StopRequest, grace_s: float) -> int
         # A rank that ends as interrupted got a signal of its own; the whole run stops with it.
         if stop.requested or INTERRUPTED in codes:
             _wait_for_stop(children, stop, grace_s)
-            print("interrupted", file=sys.stderr)
+            if children[0].code != INTERRUPTED:  # else rank 0 has said at which step it stopped
+                print("interrupted", file=sys.stderr)
             return INTERRUPTED
         if any(codes):
             return _report_failure(children)

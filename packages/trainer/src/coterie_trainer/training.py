@@ -134,8 +134,9 @@ class Run:
                         self._evaluate(reporter)
                     if is_last or _is_due(self.step, config.checkpoint.every):
                         self.save()
-                    if result.stop_requested and self.step < steps:
-                        note(f"stopped at step {self.step}; start the same command again to go on")
+                    if result.stop_requested:
+                        advice = "start the same command again to go on" if self.step < steps else "the run is complete"
+                        note(f"interrupted: stopped after step {self.step}; {advice}")
                         return
 
     def tensors(self) -> dict[str, Tensor]:
