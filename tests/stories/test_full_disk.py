@@ -1,4 +1,4 @@
-"""A disk that is too small for a checkpoint: the older one stays, every rank ends, the message says how much is missing."""
+"""A disk that is too small for a checkpoint: the older one stays, all ranks end, and the message tells the bytes."""
 
 import os
 import re

@@ -9,7 +9,7 @@ from coterie_export import export_model
 from coterie_parallel import AdamWConfig, Mesh, Optimizer, ParallelConfig, make_plan
 from coterie_trainer.config import TrainConfig
 from coterie_trainer.data.dataset import Batch
-from coterie_trainer.initialize import initialize
+from coterie_trainer.initialization import initialize
 from coterie_trainer.model import build_model, placements
 from coterie_trainer.step import Stepper
 from support.speed import Pair

@@ -206,7 +206,7 @@ def test_a_stop_of_one_process_ends_with_130(calls, monkeypatch, capsys):
     )
     layout = ["--set=parallel.data=-1", "--set=parallel.expert=-1", "--set=data.source=files"]
     assert cli.main(["train", DEMO, *layout]) == 130
-    assert capsys.readouterr() == ("", "interrupted\n")
+    assert capsys.readouterr() == ("", "")  # the loop has said where it stopped
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@ import pytest
 import torch
 from coterie_export import ModelSpec
 from coterie_parallel import Axis
-from coterie_trainer.initialize import initialize
+from coterie_trainer.initialization import initialize
 from coterie_trainer.model import build_model, placements
 
 from trainer.specs import SPECS

@@ -7,7 +7,7 @@ import torch
 from coterie_parallel import DENSE, AdamWConfig, Mesh, Optimizer, ParallelConfig, make_plan
 from coterie_trainer.config import TrainConfig
 from coterie_trainer.data.dataset import Batch, TrainBatches, open_split
-from coterie_trainer.initialize import initialize
+from coterie_trainer.initialization import initialize
 from coterie_trainer.model import ModelOutput, build_model, placements
 from coterie_trainer.step import Stepper, StepResult, evaluate
 from support.ranks import run_ranks

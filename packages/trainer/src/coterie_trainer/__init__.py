@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from coterie_trainer.config import Config, ConfigError, load_config
     from coterie_trainer.exporting import check_export, decoder_from_tensors, export_run, read_run
     from coterie_trainer.generation import generate
-    from coterie_trainer.initialize import initialize
+    from coterie_trainer.initialization import initialize
     from coterie_trainer.launch import Process, StopRequest
     from coterie_trainer.model import Decoder, ModelOutput, build_model
     from coterie_trainer.training import train
@@ -23,7 +23,7 @@ _HOME = {
     "Decoder": "model",
     "ModelOutput": "model",
     "build_model": "model",
-    "initialize": "initialize",
+    "initialize": "initialization",
     "Process": "launch",
     "StopRequest": "launch",
     "train": "training",

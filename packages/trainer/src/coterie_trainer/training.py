@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from coterie_trainer.checkpoint import Checkpoints, global_tensors
 from coterie_trainer.config import Config, ConfigError, config_problems
 from coterie_trainer.data.dataset import EvaluationBatches, Sequences, TrainBatches, has_tokens, open_split, prefetch
-from coterie_trainer.initialize import initialize
+from coterie_trainer.initialization import initialize
 from coterie_trainer.launch import Process, StopRequest, distributed
 from coterie_trainer.metrics import EvaluationRecord, Reporter, StepRecord
 from coterie_trainer.model import build_model, placements
