@@ -51,7 +51,11 @@ def run_folder(folder: Path, *, only: str = "", measure_one: Callable[[Pair | Sc
             faults.append(f"two pairs are named {subject.name!r}")
         names.append(subject.name)
         if only in subject.name:
-            lines.append(_judge(subject, floors, limits, measure_one))
+            line = _judge(subject, floors, limits, measure_one)
+            if line.measurement is not None and line.faults:
+                # A burst of other work can spoil one measurement; what is slow fails twice.
+                line = _judge(subject, floors, limits, measure_one)
+            lines.append(line)
     for table, bounds_of_table in (("floors", floors), ("limits", limits)):
         faults += [f"speed.toml: [{table}] names no pair: {name!r}" for name in bounds_of_table if name not in names]
     if not lines:
@@ -69,7 +73,7 @@ def _collect(folder: Path) -> Iterator[Pair | Scaling]:
     sys.path.insert(0, str(folder.resolve().parent))
     for file in sorted(folder.glob("bench_*.py")):
         module = _load(folder, file)
-        for name, function in vars(module).items():
+        for name, function in list(vars(module).items()):
             if name.startswith("bench_") and callable(function):
                 yield from function()
 

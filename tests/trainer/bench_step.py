@@ -52,7 +52,7 @@ def bench_step() -> Iterator[Pair]:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(other.parameters(), 1.0)
         other_optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
     def check() -> None:
         for _ in range(2):
