@@ -1,6 +1,7 @@
 """The development sessions of Coterie; `nox -l` lists them. Packages and tool groups come from the pyproject files."""
 
 import importlib.util
+import json
 import shutil
 import sys
 import tempfile
@@ -109,11 +110,22 @@ def demo(session: nox.Session) -> None:
     """Train the default model on 2 processes, export it, check it with transformers and print generated text."""
     session.install(*editable(*PACKAGES, extras={"export": "transformers"}))
     session.run("coterie", "train", "configs/demo.toml", *session.posargs)
+    report_fall(session, ROOT / "runs" / "demo" / "metrics.jsonl")
     shutil.rmtree("runs/demo-export", ignore_errors=True)
     session.run("coterie", "export", "runs/demo", "runs/demo-export", "--family", "qwen3_moe", "--check")
     session.run(
         "coterie", "generate", "runs/demo-export", "--prompt", "class Reader:\n    def ", "--temperature", "0.7"
     )
+
+
+def report_fall(session: nox.Session, metrics: Path) -> None:
+    """Say by how much training lowered the held-out bits per byte, and fail below the promised 40 % of a whole run."""
+    records = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    bits = [record["bits_per_byte"] for record in records if record["kind"] == "evaluation"]
+    fall = 1.0 - bits[-1] / bits[0]
+    session.log(f"held-out bits per byte fell by {fall:.0%}")
+    if fall < 0.4 and not session.posargs:
+        session.error(f"expected a fall of at least 40 %, from {bits[0]:.3f} to {0.6 * bits[0]:.3f}; got {bits[-1]:.3f}")
 
 
 def local_packages(package: str) -> list[str]:
