@@ -22,7 +22,7 @@ def write_tokens(folder: Path, *, documents: int = 60, seed: int = 0) -> Path:
 
 
 def tiny_config(folder: Path, tokens: Path, **changes: object) -> Config:
-    """Return the config of a run of a few seconds; ``changes`` are given as ``table__key=value``."""
+    """Return the config of a run of a few seconds; ``changes`` are given as ``table__key=value`` or ``key=value``."""
     tables: dict[str, dict[str, object]] = {
         "model": dict(
             num_layers=2,
@@ -44,7 +44,8 @@ def tiny_config(folder: Path, tokens: Path, **changes: object) -> Config:
         "checkpoint": {},
         "log": dict(tensorboard=False),
     }
+    top: dict[str, object] = {"run_folder": str(folder), "seed": 1}
     for key, value in changes.items():
-        table, _, name = key.partition("__")
-        tables[table][name] = value
-    return config_from_dict({"run_folder": str(folder), "seed": 1, **tables})
+        table, _, name = key.rpartition("__")
+        (tables[table] if table else top)[name] = value
+    return config_from_dict({**top, **tables})
