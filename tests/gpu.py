@@ -77,6 +77,7 @@ def rank_main(rank: int, world: int, base: str, port: int, layouts: list[tuple[i
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the differences to FILE")
+    parser.add_argument("--commit", default="", metavar="HASH", help="commit of these sources, for the file")
     options = parser.parse_args()
     assert torch.cuda.is_available(), "this needs a GPU"
     about = {
@@ -85,6 +86,7 @@ def main() -> None:
         "gpus": torch.cuda.device_count(),
         "torch": torch.__version__,
         "python": sys.version.split()[0],
+        "commit": options.commit,
     }
     print(about, flush=True)
     with tempfile.TemporaryDirectory() as temporary:

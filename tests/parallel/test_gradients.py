@@ -10,10 +10,13 @@ import torch
 from coterie_parallel import (
     DENSE,
     EXPERTS,
+    AdamWConfig,
     GradientReducer,
     Mesh,
+    Optimizer,
     ParallelConfig,
     Placement,
+    accumulate_in_fp32,
     clip_gradients_,
     count_elements,
     global_gradient_norm,
@@ -200,3 +203,21 @@ def test_replicas_that_differ_are_an_error_on_all_ranks() -> None:
         assert messages[0].endswith("different: only_here")
         assert messages[1].endswith("different: b")
         assert messages[2:] == [f"'other' differs between rank {rank} and [{1 - rank}] along the 'data' axis"]
+
+
+def test_small_gradients_are_not_rounded_away_by_the_sum_of_earlier_ones() -> None:
+    # 1 + 256 * 2^-9 = 1.5; in bf16, whose next number above 1 is 1 + 2^-7, the sum would stay 1.
+    mesh = Mesh(make_plan(ParallelConfig(), 1), 0, timeout_s=30.0)
+    parameter = torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)
+    other = torch.zeros(2, requires_grad=True)
+    accumulate_in_fp32([parameter, other])
+    assert not hasattr(other, "main_grad")
+    optimizer = Optimizer([("p", parameter), ("other", other)], {"p": DENSE, "other": DENSE}, mesh, AdamWConfig())
+    for _ in range(2):
+        optimizer.zero_grad()
+        for value in [1.0] + [2.0**-9] * 256:
+            (parameter.sum() * value).backward()
+        assert parameter.grad is None
+        reduced = GradientReducer([("p", parameter)], {"p": DENSE}, mesh).reduce()
+        assert reduced["p"].tolist() == [1.5, 1.5, 1.5]
+    assert float(optimizer.step(0.0)) == pytest.approx(math.sqrt(3 * 1.5**2))

@@ -22,7 +22,6 @@ dense_hidden = 12
 num_experts = 4
 top_k = 2
 expert_hidden = 6
-selection_bias = true
 [data]
 path = "nowhere"
 vocab_size = 10
@@ -73,7 +72,7 @@ def test_minus_one_is_resolved_and_every_number_shown(tiny):
             "memory of a rank, without activations",
             "  parameters: 1,048 = 904 on every rank + 144 of its own experts",
             "  parameters, float32: 4,192 bytes = 4.1 KiB",
-            "  gradients, float32 from backward and float32 for the sum over ranks: 8,384 bytes = 8.2 KiB",
+            "  gradients, float32 over micro-batches and float32 for the sum over ranks: 8,384 bytes = 8.2 KiB",
             "  optimizer, two float32 moments: 8,384 bytes = 8.2 KiB",
             "  sum: 20,960 bytes = 20.5 KiB",
             "",
@@ -95,12 +94,12 @@ def test_experts_are_split_and_the_rest_is_not(tiny, world, expert, local):
 def test_bfloat16_needs_main_weights(tiny):
     shown = report(load_config(tiny, ["dtype=bfloat16"]), 4)
     assert f"parameters, bfloat16: {2 * 1048:,} bytes" in shown
-    assert f"gradients, bfloat16 from backward and float32 for the sum over ranks: {6 * 1048:,} bytes" in shown
+    assert f"gradients, float32 over micro-batches and float32 for the sum over ranks: {8 * 1048:,} bytes" in shown
     assert f"optimizer, two float32 moments, float32 main weights: {12 * 1048:,} bytes" in shown
 
 
 def test_the_parameters_are_all_tensors_but_the_selection_bias(tiny):
-    spec = load_config(tiny).model.to_spec(10, 16, None)
+    spec = dataclasses.replace(load_config(tiny).model.to_spec(10, 16, None), selection_bias=True)
     sizes = {name: math.prod(shape) for name, shape in spec.tensor_shapes().items()}
     assert sum(sizes.values()) == 904 + 4 * 144 + 4
     everything = dataclasses.replace(spec, top_k=4)

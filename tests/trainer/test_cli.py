@@ -138,7 +138,11 @@ def test_train_prepares_the_data_and_starts_what_the_config_asks_for(calls):
     assert cli.main(["train", DEMO, "--set", "train.steps=3", "--set=data.path=a b"]) == 0
     prepared, launched = calls
     assert prepared[:2] == ("prepare_stdlib", ("a b", 4096, cli._show))
-    assert launched == ("launch_local", (["train", DEMO, "--set=train.steps=3", "--set=data.path=a b"], 2), {})
+    assert launched == (
+        "launch_local",
+        (["train", DEMO, "--set=train.steps=3", "--set=data.path=a b"], 2),
+        {"grace_s": 8.0},
+    )
 
 
 def test_without_a_fixed_layout_one_process_trains(calls):

@@ -231,7 +231,12 @@ def test_a_rank_that_does_not_stop_is_killed_after_the_grace(start):
     launch = start("deaf", grace_s=0.5)
     pids = launch.pids()
     launch.parent.send_signal(signal.SIGINT)
-    assert launch.end() == (130, "", "interrupted\n")
+    code, out, errors = launch.end()
+    assert (code, out) == (130, "")
+    assert errors == (
+        "interrupted: the step and its checkpoint took longer than 0.5 s (checkpoint.grace_s); "
+        "the same command goes on from the last checkpoint\n"
+    )
     assert not any(map(is_alive, pids))
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from coterie_parallel import DENSE, AdamWConfig, Mesh, Optimizer, ParallelConfig, make_plan
+from coterie_routing import RouterConfig, route
 from coterie_trainer.config import TrainConfig
 from coterie_trainer.data.dataset import Batch, TrainBatches, open_split
 from coterie_trainer.initialization import initialize
@@ -22,12 +23,14 @@ class TableModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.spec = SimpleNamespace(num_layers=1, num_dense_layers=1, num_experts=1, top_k=1)
+        self.spec = SimpleNamespace(num_layers=1, num_dense_layers=0, num_experts=2, top_k=2)
         self.embed = nn.Embedding(2, 2)
         self.embed.weight.data = torch.tensor([[0.0, math.log(math.e - 1)], [0.0, math.log(math.e**3 - 1)]])
 
     def forward(self, tokens_BS: Tensor, document_ids_BS: Tensor) -> ModelOutput:
-        return ModelOutput(self.embed(tokens_BS), [])
+        config = RouterConfig(d_model=2, num_experts=2, top_k=2)
+        even = route(torch.zeros(tokens_BS.numel(), 2), config, is_real_T=document_ids_BS.flatten() >= 0)
+        return ModelOutput(self.embed(tokens_BS), [even])
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden

@@ -80,7 +80,7 @@ def test_evaluation_deals_five_sequences_to_two_ranks(tmp_path: Path) -> None:
         assert padding == [[[False, False], [False, True]], [[False, False], [True, True]]][rank]
     assert dealt == [[[1, 2], [9, 0]], [[3, 4], [0, 0]]]
     limited = EvaluationBatches(sequences, 1, 2, 0, 1, limit=3)
-    assert [batch.tokens_BS.flatten().tolist() for batch in limited] == [[1, 2], [3, 0]]
+    assert [batch.tokens_BS.flatten().tolist() for batch in limited] == [[1, 2], [4, 0]]
 
 
 @settings(max_examples=40, deadline=None)
@@ -97,4 +97,5 @@ def test_evaluation_gives_every_sequence_once(count: int, micro: int, world: int
                 assert batch.tokens_BS.shape == (micro, 1)
                 seen += batch.tokens_BS[batch.document_ids_BS >= 0].tolist()
         assert len(lengths) == 1
-        assert sorted(seen) == [*range(1, count), 99][: limit or count]
+        chosen = min(limit or count, count)
+        assert sorted(seen) == [[*range(1, count), 99][number * count // chosen] for number in range(chosen)]

@@ -13,7 +13,13 @@ from coterie_parallel.collectives import (
     exchange_rows,
 )
 from coterie_parallel.dispatch import Dispatched, Dispatcher, dispatcher_class, known_dispatchers, make_dispatcher
-from coterie_parallel.gradients import GradientReducer, clip_gradients_, count_elements, global_gradient_norm
+from coterie_parallel.gradients import (
+    GradientReducer,
+    accumulate_in_fp32,
+    clip_gradients_,
+    count_elements,
+    global_gradient_norm,
+)
 from coterie_parallel.mesh import Mesh
 from coterie_parallel.optimizer import AdamWConfig, Optimizer
 from coterie_parallel.placement import DENSE, EXPERTS, Placement, replica_problems
@@ -47,6 +53,7 @@ __all__ = [
     "Placement",
     "replica_problems",
     "GradientReducer",
+    "accumulate_in_fp32",
     "clip_gradients_",
     "count_elements",
     "global_gradient_norm",

@@ -14,7 +14,7 @@ from coterie_parallel.collectives import all_gather_objects, all_reduce_sum, all
 from coterie_parallel.mesh import Mesh
 from coterie_parallel.placement import Placement, placed_parameters
 
-__all__ = ["GradientReducer", "clip_gradients_", "count_elements", "global_gradient_norm"]
+__all__ = ["GradientReducer", "accumulate_in_fp32", "clip_gradients_", "count_elements", "global_gradient_norm"]
 
 BUCKET_BYTES = 64 * 2**20
 
@@ -69,17 +69,17 @@ class GradientReducer:
     def reduce(self) -> dict[str, Tensor]:
         """Return the summed gradient of every parameter, fp32, in its local shape.
 
-        A gradient of None counts as zero. The ``grad`` of the parameters is only read. The result is owned by the
-        reducer and written over by the next call.
+        The gradient of a parameter is its ``grad`` plus its ``main_grad``, where it has them; none counts as zero. Both
+        are only read. The result is owned by the reducer and written over by the next call.
         """
         summed: dict[str, Tensor] = {}
         for bucket in self._buckets:
             for name, view in bucket.views.items():
-                grad = self._parameters[name].grad
-                if grad is None:
-                    view.zero_()
-                else:
-                    view.copy_(grad)
+                parameter = self._parameters[name]
+                view.zero_()
+                for grad in (getattr(parameter, "main_grad", None), parameter.grad):
+                    if grad is not None:
+                        view.add_(grad)
             for axis in bucket.replicated_over:
                 all_reduce_sum_(bucket.flat, self._mesh.axis(axis))
             summed.update(bucket.views)
@@ -92,6 +92,24 @@ class GradientReducer:
         pieces = zip(names, parameters, torch.split(flat, sizes), strict=True)
         views = {name: piece.view(parameter.shape) for name, parameter, piece in pieces}
         self._buckets.append(_Bucket(flat=flat, views=views, replicated_over=axes))
+
+
+def accumulate_in_fp32(parameters: Iterable[Tensor]) -> None:
+    """Give each parameter that is not fp32 an fp32 ``main_grad`` that collects its gradients over micro-batches.
+
+    Each backward adds to ``main_grad`` and leaves ``grad`` None, so that small gradients are not rounded away by the
+    sum of earlier ones. `Optimizer.zero_grad` sets it to zero.
+    """
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+            parameter.register_post_accumulate_grad_hook(_fold)  # type: ignore[no-untyped-call]
+
+
+def _fold(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+    parameter.grad = None
 
 
 def global_gradient_norm(gradients: Mapping[str, Tensor], placements: Mapping[str, Placement], mesh: Mesh) -> Tensor:

@@ -118,6 +118,8 @@ class Optimizer:
         """Forget the gradients of all parameters."""
         for parameter in self._parameters.values():
             parameter.grad = None
+            if (main_grad := getattr(parameter, "main_grad", None)) is not None:
+                main_grad.zero_()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the local state, live and not copied, by global name.

@@ -87,7 +87,7 @@ def _memory_lines(config: Config, spec: ModelSpec, plan: Plan) -> list[str]:
     main_weights = "" if config.dtype == "float32" else ", float32 main weights"
     rows = {
         f"parameters, {config.dtype}": count * dtype_bytes,
-        f"gradients, {config.dtype} from backward and float32 for the sum over ranks": count * (dtype_bytes + 4),
+        "gradients, float32 over micro-batches and float32 for the sum over ranks": count * 8,
         f"optimizer, two float32 moments{main_weights}": count * (8 if config.dtype == "float32" else 12),
     }
     lines = [f"parameters: {count:,} = {dense:,} on every rank + {experts:,} of its own experts"]

@@ -131,10 +131,13 @@ class Checkpoints:
                 shutil.rmtree(target)
             incomplete.rename(target)
             _sync_folder(self.folder)
+        except OSError as error:
+            return f"the checkpoint {target} could not be put in its place: {error}{self._kept_text()}"
+        try:
             for step in self.steps()[: -self.keep]:
                 shutil.rmtree(self.path(step))
         except OSError as error:
-            return f"the checkpoint {target} could not be put in its place: {error}{self._kept_text()}"
+            return f"an older checkpoint could not be removed: {error}{self._kept_text()}"
         return ""
 
     def _kept_text(self) -> str:

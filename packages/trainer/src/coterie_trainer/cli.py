@@ -76,7 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
         "train",
         "train a model, or go on with a run that was stopped",
         "Everything the run leaves behind is in the run_folder of the config: checkpoints, progress as\n"
-        "metrics.jsonl, and the config. Ctrl-C stops in good order; the same command goes on from there.\n"
+        "metrics.jsonl, and the config. Ctrl-C finishes the step and saves; the same command goes on.\n"
         "Under torchrun the processes are torchrun's, and --procs is not used.",
         "coterie train configs/demo.toml --set train.steps=100 --set run_folder=runs/short",
     )
@@ -215,7 +215,7 @@ def _train(options: argparse.Namespace) -> int:
         _prepare_data(config)
     if procs > 1:
         arguments = ["train", options.config, *(f"--set={text}" for text in options.set)]
-        return launch_local(arguments, procs)
+        return launch_local(arguments, procs, grace_s=config.checkpoint.grace_s)
     from coterie_trainer.training import train
 
     with StopRequest() as stop:
@@ -313,8 +313,9 @@ def _fail(error: Exception, options: argparse.Namespace) -> int:
 def _is_user_error(error: Exception) -> bool:
     if isinstance(error, RuntimeError):
         from coterie_trainer.checkpoint import CheckpointError
+        from coterie_trainer.exporting import ExportMismatchError
 
-        return isinstance(error, CheckpointError)
+        return isinstance(error, CheckpointError | ExportMismatchError)
     return isinstance(error, ValueError | OSError | ImportError)
 
 

@@ -157,6 +157,8 @@ class ModelConfig:
             expert_hidden=max(1, self.expert_hidden),
         )
         found += sound.router_config().problems()
+        if self.selection_bias:
+            found.append("selection_bias (true) has no rule yet that trains it, so it would stay zero; set it to false")
         found += [problem.replace("d_hidden", "expert_hidden") for problem in sound.experts_config().problems()]
         return found
 
@@ -225,11 +227,12 @@ class OptimizerConfig:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
-    gradient_clip: float = 1.0
+    gradient_clip: float | None = 1.0
 
     def problems(self) -> list[str]:
         """Return every fault of these settings."""
-        found = _above_zero(self, "learning_rate", "eps", "gradient_clip")
+        found = _above_zero(self, "learning_rate", "eps")
+        found += _above_zero(self, "gradient_clip") if self.gradient_clip is not None else []
         found += _at_least(self, 0, "warmup_steps", "decay_steps", "weight_decay")
         if not 0.0 <= self.final_fraction <= 1.0:
             found.append(f"final_fraction ({self.final_fraction}) must be between 0 and 1")
@@ -245,14 +248,18 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When to save (``every`` 0: only at the end) and how many of the last checkpoints to keep."""
+    """When to save (``every`` 0: only at the end), how many of the last checkpoints to keep, and how long to wait.
+
+    ``grace_s`` is how long the processes of this machine may take, after Ctrl-C, to finish their step and to save.
+    """
 
     every: int = 0
     keep: int = 1
+    grace_s: float = 8.0
 
     def problems(self) -> list[str]:
         """Return every fault of these settings."""
-        return _at_least(self, 0, "every") + _at_least(self, 1, "keep")
+        return _at_least(self, 0, "every", "grace_s") + _at_least(self, 1, "keep")
 
 
 @dataclass(frozen=True, kw_only=True)

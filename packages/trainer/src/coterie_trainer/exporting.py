@@ -6,11 +6,15 @@ import torch
 from coterie_export import ModelSpec, compare_logits, export_model
 from torch import Tensor
 
-from coterie_trainer.checkpoint import CheckpointError, Checkpoints, read_tensors
+from coterie_trainer.checkpoint import Checkpoints, read_tensors
 from coterie_trainer.model import Decoder, build_model
 from coterie_trainer.run_folder import read_spec, tokenizer_files
 
-__all__ = ["check_export", "decoder_from_tensors", "export_run", "read_run"]
+__all__ = ["ExportMismatchError", "check_export", "decoder_from_tensors", "export_run", "read_run"]
+
+
+class ExportMismatchError(RuntimeError):
+    """An exported folder computes something else than the run that it was exported from."""
 
 
 def read_run(run: str | Path, step: int | None = None) -> tuple[ModelSpec, dict[str, Tensor]]:
@@ -80,15 +84,15 @@ def check_export(run: str | Path, out: str | Path, *, step: int | None = None, n
         The largest absolute difference of a logit, relative to the largest absolute logit.
 
     Raises:
-        CheckpointError: the difference is above 1e-4 although the export holds the run's own dtype.
+        ExportMismatchError: the difference is above 1e-4.
     """
     spec, tensors = read_run(run, step)
-    model = decoder_from_tensors(spec, tensors)
+    model = decoder_from_tensors(spec, tensors).float()  # the arithmetic of both sides is fp32
     length = min(num_tokens, spec.max_sequence_length)
     tokens_BS = torch.randint(spec.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
     hidden_BSD = model(tokens_BS, torch.zeros(1, length, dtype=torch.int32)).hidden_BSD
     logits_BSV = model.logits(hidden_BSD)
     difference = compare_logits(out, tokens_BS, logits_BSV) / float(logits_BSV.abs().max())
     if difference > 1e-4:
-        raise CheckpointError(f"the export {out} gives other logits than {run}: relative difference {difference:.1e}")
+        raise ExportMismatchError(f"{out} gives other logits than {run}: relative difference {difference:.1e}")
     return difference

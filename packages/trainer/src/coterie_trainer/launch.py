@@ -325,8 +325,14 @@ def _watch(children: Sequence[_Child], stop: StopRequest, grace_s: float) -> int
         codes = [child.poll() for child in children]
         # A rank that ends as interrupted got a signal of its own; the whole run stops with it.
         if stop.requested or INTERRUPTED in codes:
-            _wait_for_stop(children, stop, grace_s)
-            if children[0].code != INTERRUPTED:  # else rank 0 has said at which step it stopped
+            is_late = _wait_for_stop(children, stop, grace_s)
+            if is_late:
+                print(
+                    f"interrupted: the step and its checkpoint took longer than {grace_s:g} s (checkpoint.grace_s); "
+                    "the same command goes on from the last checkpoint",
+                    file=sys.stderr,
+                )
+            elif children[0].code != INTERRUPTED:  # else rank 0 has said at which step it stopped
                 print("interrupted", file=sys.stderr)
             return INTERRUPTED
         if any(codes):
@@ -336,7 +342,8 @@ def _watch(children: Sequence[_Child], stop: StopRequest, grace_s: float) -> int
         time.sleep(_POLL_S)
 
 
-def _wait_for_stop(children: Sequence[_Child], stop: StopRequest, grace_s: float) -> None:
+def _wait_for_stop(children: Sequence[_Child], stop: StopRequest, grace_s: float) -> bool:
+    """Ask the ranks to stop and wait for that; return whether some had not ended when the time was up."""
     for child in children:
         child.ask_to_stop()
     deadline_s = time.monotonic() + grace_s
@@ -350,6 +357,7 @@ def _wait_for_stop(children: Sequence[_Child], stop: StopRequest, grace_s: float
     reasons = [child.failure() for child in children if child.code not in (None, 0, INTERRUPTED)]
     for text in {text for _, text, is_user_error in reasons if is_user_error}:
         print(text, file=sys.stderr)
+    return time.monotonic() >= deadline_s and None in [child.code for child in children]
 
 
 def _report_failure(children: Sequence[_Child]) -> int:

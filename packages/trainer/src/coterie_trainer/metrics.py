@@ -54,7 +54,11 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRecord:
-    """The held-out loss after ``step`` steps, in nats per token and in bits per byte of text."""
+    """The held-out loss after ``step`` steps, in nats per target token, and in bits per byte of text.
+
+    ``bits_per_byte`` is the loss in bits times the tokens per byte of the whole held-out split; it charges the few
+    tokens that have no target (the first of each document) like the others.
+    """
 
     step: int
     loss: float
@@ -71,7 +75,7 @@ class Reporter:
     Args:
         run_folder: Folder of the run; made if it is not there.
         total_steps: Steps of the whole run.
-        start_step: Steps that are done already.
+        start_step: Steps that are done already; -1 for a new run, which keeps no record of an attempt before it.
         tensorboard: Write TensorBoard events to ``run_folder/tensorboard`` if TensorBoard is installed.
         console: Where to print; None takes the standard output.
     """

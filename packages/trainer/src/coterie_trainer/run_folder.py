@@ -10,6 +10,7 @@ from typing import Any
 from coterie_export import ModelSpec
 
 from coterie_trainer.config import Config, config_to_dict
+from coterie_trainer.data.shards import read_index
 
 __all__ = ["TOKENIZER_FILES", "check_same_run", "read_spec", "tokenizer_files", "write_run"]
 
@@ -50,6 +51,7 @@ def check_same_run(config: Config) -> None:
     Raises:
         ValueError: names every setting that differs, with both values; or the token folder has no index.
     """
+    read_index(config.data.path)
     path = Path(config.run_folder) / _RECORD
     if not path.is_file():
         return
@@ -57,9 +59,9 @@ def check_same_run(config: Config) -> None:
     before = _flatten(record["config"]) | {"tokens": record["tokens"]}
     now = _flatten(json.loads(json.dumps(config_to_dict(config)))) | {"tokens": _token_digest(config)}
     differences = [
-        f"{key} was {before.get(key)!r} and is now {now.get(key)!r}"
-        for key in sorted(before.keys() | now.keys())
-        if key.startswith(_FIXED) and key not in _FREE and before.get(key) != now.get(key)
+        f"{key} was {before[key]!r} and is now {now[key]!r}"
+        for key in sorted(before.keys() & now.keys())
+        if key.startswith(_FIXED) and key not in _FREE and before[key] != now[key]
     ]
     if differences:
         raise ValueError(

@@ -31,7 +31,7 @@ _IGNORED = -1
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Numbers of one optimizer step, equal on all ranks and in all layouts.
+    """Numbers of one optimizer step, equal on all ranks.
 
     Attributes:
         loss: cross-entropy in nats per target token of the whole step.
@@ -129,23 +129,27 @@ class Stepper:
     def _result(
         self, loss_sum: Tensor, layer_sums: list[LoadSums], totals: Tensor, gradient_norm: Tensor, stop: bool
     ) -> StepResult:
-        """Sum what every rank saw in one collective and read it once."""
+        """Sum what every rank saw in one collective, and read it in one copy to the host."""
         own = torch.stack([loss_sum, torch.full_like(loss_sum, float(stop))])
         packed = all_reduce_sum(torch.cat([own, pack(layer_sums)]), self.mesh.axis("data"))
         layer_sums = unpack(packed[own.numel() :], layer_sums)
-        if layer_sums:
-            self.load_LE = torch.stack([sums.counts_E for sums in layer_sums])
-        balance = [balance_loss(sums, top_k=self.model.spec.top_k) for sums in layer_sums]
-        z = [z_loss(sums) for sums in layer_sums]
-        imbalance = [load_imbalance(sums.counts_E) for sums in layer_sums]
+        self.load_LE = torch.stack([sums.counts_E for sums in layer_sums])
+        layers = [
+            torch.stack([balance_loss(sums, top_k=self.model.spec.top_k), z_loss(sums), load_imbalance(sums.counts_E)])
+            for sums in layer_sums
+        ]
+        balance_L, z_L, imbalance_L = torch.stack(layers).unbind(1)
+        of_layers = torch.stack([balance_L.mean(), z_L.mean(), imbalance_L.max(), gradient_norm.double()])
+        numbers = torch.cat([packed[: own.numel()], totals.double(), of_layers]).tolist()
+        loss, stops, num_targets, num_tokens, balance, z, imbalance, norm = numbers
         return StepResult(
-            loss=float(packed[0]) / max(1, int(totals[0])),
-            balance_loss=_mean(balance),
-            z_loss=_mean(z),
-            load_imbalance=max((float(value) for value in imbalance), default=1.0),
-            gradient_norm=float(gradient_norm),
-            num_tokens=int(totals[1]),
-            stop_requested=bool(packed[1] > 0),
+            loss=loss / max(1.0, num_targets),
+            balance_loss=balance,
+            z_loss=z,
+            load_imbalance=imbalance,
+            gradient_norm=norm,
+            num_tokens=int(num_tokens),
+            stop_requested=stops > 0,
         )
 
 
@@ -170,7 +174,3 @@ def evaluate(model: Decoder, batches: Iterable[Batch], mesh: Mesh) -> float:
         sums[1] += (batch.targets_BS != _IGNORED).sum()
     loss_sum, num_targets = all_reduce_sum(sums, mesh.axis("data")).tolist()
     return loss_sum / num_targets if num_targets else math.nan
-
-
-def _mean(values: list[Tensor]) -> float:
-    return float(sum(float(value) for value in values) / len(values)) if values else 0.0

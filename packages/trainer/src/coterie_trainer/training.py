@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from coterie_export import ModelSpec
-from coterie_parallel import AdamWConfig, Mesh, Optimizer, make_plan
+from coterie_parallel import AdamWConfig, Mesh, Optimizer, accumulate_in_fp32, all_gather_objects, make_plan
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -46,18 +46,19 @@ def train(config: Config, process: Process, stop: StopRequest) -> None:
     with distributed(process, timeout_s=config.parallel.timeout_s, device=device):
         plan = make_plan(config.parallel, process.world, num_experts=config.model.num_experts)
         mesh = Mesh(plan, process.rank, timeout_s=config.parallel.timeout_s, device=device)
-        try:
-            Run(config, mesh, device).loop(stop)
-        finally:
-            mesh.close()
+        Run(config, mesh, device).loop(stop)
+        mesh.close()  # only after a good end: NCCL's farewell waits for peers, which may be gone after a fault
 
 
 def pick_device(name: str, local_rank: int) -> torch.device:
     """Return the device of a process: its own GPU, or the CPU."""
     if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
-        if not torch.cuda.is_available():
-            raise ValueError('device = "cuda", but torch sees no CUDA device; set device = "cpu"')
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        if local_rank >= torch.cuda.device_count():
+            raise ValueError(
+                f"process {local_rank} of this machine has no GPU of its own, torch sees {torch.cuda.device_count()}; "
+                'start fewer processes, or set device = "cpu"'
+            )
+        device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         return device
     return torch.device("cpu")
@@ -97,6 +98,7 @@ class Run:
             dtype=getattr(torch, config.dtype),
         )
         initialize(self.model, seed=config.seed, std=config.model.init_std)
+        accumulate_in_fp32(self.model.parameters())
         self.placements = placements(self.model)
         self.optimizer = Optimizer(self.model.named_parameters(), self.placements, mesh, adamw_config(config))
         self.stepper = Stepper(self.model, self.optimizer, mesh, train)
@@ -107,10 +109,11 @@ class Run:
     def loop(self, stop: StopRequest) -> None:
         """Run the steps that are left, with evaluations and checkpoints where the config wants them."""
         config, steps = self.config, self.config.train.steps
-        latest = self.checkpoints.latest_step()
+        # Rank 0 chooses: a network file system may show a new folder to some ranks later than to others.
+        latest = all_gather_objects(self.checkpoints.latest_step(), self.mesh.axis("world"))[0]
         if latest is not None:
             self.load(latest)
-        with self._reporter() as reporter:
+        with self._reporter(is_new=latest is None) as reporter:
             note: Callable[[str], None] = reporter.note if reporter else lambda text: None
             if self.step >= steps:
                 note(f"{config.run_folder} is complete at step {self.step}; raise train.steps to go on")
@@ -134,10 +137,11 @@ class Run:
                         self._evaluate(reporter)
                     if is_last or _is_due(self.step, config.checkpoint.every):
                         self.save()
-                    if result.stop_requested:
-                        advice = "start the same command again to go on" if self.step < steps else "the run is complete"
-                        note(f"interrupted: stopped after step {self.step}; {advice}")
+                    if result.stop_requested and self.step < steps:
+                        note(f"interrupted: stopped after step {self.step}; start the same command again to go on")
                         return
+            if stop.requested:
+                note(f"interrupted: the run is complete at step {self.step}")
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all that a checkpoint holds, under global names, sharing memory with the live state."""
@@ -209,7 +213,7 @@ class Run:
         )
 
     @contextmanager
-    def _reporter(self) -> Iterator[Reporter | None]:
+    def _reporter(self, *, is_new: bool) -> Iterator[Reporter | None]:
         """Open the reporter on rank 0; other ranks report nothing."""
         if self.mesh.axis("world").index != 0:
             yield None
@@ -218,7 +222,7 @@ class Run:
         reporter = Reporter(
             Path(self.config.run_folder),
             total_steps=self.config.train.steps,
-            start_step=self.step,
+            start_step=-1 if is_new else self.step,  # -1: not even an evaluation before the first step stays
             tensorboard=self.config.log.tensorboard,
         )
         try:

@@ -224,7 +224,7 @@ class EvaluationBatches:
 
     Ranks take turns, one micro-batch each; where a rank has nothing left it gets padding, up to a micro-batch of
     nothing else, because the collectives of expert parallelism need every rank in every forward pass. Iterate as
-    often as you like; ``limit`` takes only the first sequences (0 = all).
+    often as you like; ``limit`` takes only so many sequences, spread evenly over the split (0 = all).
     """
 
     def __init__(
@@ -244,6 +244,7 @@ class EvaluationBatches:
         self.data_size = data_size
         available = sequences.num_sequences(sequence_length)
         self.num_sequences = min(limit, available) if limit else available
+        self._available = available
 
     def __len__(self) -> int:
         return -(-self.num_sequences // (self.sequences_per_micro_batch * self.data_size))
@@ -251,8 +252,8 @@ class EvaluationBatches:
     def __iter__(self) -> Iterator[Batch]:
         for turn in range(len(self)):
             first = (turn * self.data_size + self.data_index) * self.sequences_per_micro_batch
-            ids = np.arange(first, first + self.sequences_per_micro_batch, dtype=np.int64)
-            ids[ids >= self.num_sequences] = -1
+            places = np.arange(first, first + self.sequences_per_micro_batch, dtype=np.int64)
+            ids = np.where(places < self.num_sequences, places * self._available // self.num_sequences, -1)
             yield self.sequences.batch(ids, self.sequence_length)
 
 
