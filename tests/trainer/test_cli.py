@@ -350,3 +350,19 @@ def test_a_reader_that_goes_away_is_no_error():
 
 def test_exit_codes_are_those_of_the_launcher():
     assert (launch.USER_ERROR, launch.INTERRUPTED) == (2, 130)
+
+
+def test_an_interrupt_while_loading_ends_at_once(monkeypatch, capfd):
+    ends = []
+    monkeypatch.setattr(os, "_exit", ends.append)
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.default_int_handler)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with cli._loading():
+            os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert ends == [130]
+    assert capfd.readouterr().err == "interrupted\n"

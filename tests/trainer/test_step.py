@@ -148,3 +148,4 @@ def test_evaluation_weighs_by_targets_and_changes_nothing() -> None:
     assert evaluate(model, [_table_batch(0, 6), _table_batch(1, 2)], _single()) == pytest.approx(1.5, rel=1e-6)
     assert torch.equal(model.embed.weight, before)
     assert model.embed.weight.grad is None
+    assert evaluate(model, [_table_batch(0, 6)] * 20, _single(), iter([False, True]).__next__) is None

@@ -120,15 +120,15 @@ def test_other_settings_are_refused_and_named(tmp_path: Path) -> None:
     assert everything_in(tmp_path / "out") == before
 
 
-@pytest.mark.parametrize("damage", ["no index", "cut", "no tokenizer"])
-def test_an_incomplete_folder_is_replaced(tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["cut", "no tokenizer"])
+def test_a_damaged_folder_is_replaced(tmp_path: Path, damage: str) -> None:
     path = write_lines(tmp_path / "a.jsonl", TEXTS)
     tokenize_files([path], tmp_path / "out", vocab_size=300)
     before = everything_in(tmp_path / "out")
     if damage == "cut":
         os.truncate(tmp_path / "out" / "train" / "part-00000.npy", 7)
     else:
-        (tmp_path / "out" / {"no index": "index.json", "no tokenizer": "tokenizer.json"}[damage]).unlink()
+        (tmp_path / "out" / "tokenizer.json").unlink()
     assert not tokenize_files([path], tmp_path / "out", vocab_size=300).reused
     assert everything_in(tmp_path / "out") == before
 
@@ -140,6 +140,19 @@ def test_other_peoples_files_are_never_removed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds other things \(a.jsonl\)"):
         tokenize_files([path], path, vocab_size=300)
     assert path.exists()
+    own = tmp_path / "own" / "train"
+    own.mkdir(parents=True)
+    (own / "notes.md").write_text("precious")
+    (tmp_path / "own" / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"holds other things \(tokenizer.json, train\)"):
+        tokenize_files([path], tmp_path / "own", vocab_size=300)
+    assert (own / "notes.md").read_text() == "precious"
+    tokenize_files([path], tmp_path / "out", vocab_size=300)
+    (tmp_path / "out" / "train" / "notes.md").write_text("precious")
+    os.truncate(tmp_path / "out" / "train" / "part-00000.npy", 7)
+    with pytest.raises(ValueError, match=r"must be made again, but holds other things \(train/notes.md\)"):
+        tokenize_files([path], tmp_path / "out", vocab_size=300)
+    assert (tmp_path / "out" / "train" / "notes.md").read_text() == "precious"
 
 
 def test_an_interrupt_leaves_nothing_under_the_final_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

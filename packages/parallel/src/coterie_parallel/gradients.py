@@ -107,9 +107,9 @@ def accumulate_in_fp32(parameters: Iterable[Tensor]) -> None:
 
 
 def _fold(parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
-    parameter.grad = None
+    if parameter.grad is not None:  # None: the backward has added to main_grad itself
+        parameter.main_grad.add_(parameter.grad)  # type: ignore[attr-defined]
+        parameter.grad = None
 
 
 def global_gradient_norm(gradients: Mapping[str, Tensor], placements: Mapping[str, Placement], mesh: Mesh) -> Tensor:

@@ -181,7 +181,7 @@ def read_tensors(path: str | Path, prefix: str) -> dict[str, Tensor]:
     """Read, in one process, every tensor of a checkpoint whose name starts with ``prefix``; names come without it.
 
     Raises:
-        CheckpointError: the folder is no complete checkpoint.
+        CheckpointError: the folder is no complete checkpoint, or a file of it is damaged.
     """
     path = Path(path)
     _check_files(path)
@@ -191,8 +191,11 @@ def read_tensors(path: str | Path, prefix: str) -> dict[str, Tensor]:
         for name, entry in metadata.state_dict_metadata.items()
         if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
     }
-    with _single_process_allowed():
-        load(tensors, checkpoint_id=path, no_dist=True)
+    try:
+        with _single_process_allowed():
+            load(tensors, checkpoint_id=path, no_dist=True)
+    except (Exception, CheckpointException) as error:
+        raise CheckpointError(f"the checkpoint {path} could not be read: {_cause(error)}") from error
     return {name[len(prefix) :]: tensor for name, tensor in tensors.items()}
 
 

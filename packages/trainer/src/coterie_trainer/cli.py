@@ -1,12 +1,15 @@
 """The command line: `coterie train`, `check`, `tokenize`, `export` and `generate`."""
 
 import argparse
+import contextlib
 import importlib.metadata
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from coterie_trainer.launch import (
@@ -32,8 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: Command line without the program's name; None takes the process's own.
     """
-    options = make_parser().parse_args(arguments)
+    options = argparse.Namespace()
     try:
+        make_parser().parse_args(arguments, options)
         code: int = options.run(options)
         sys.stdout.flush()
         return code
@@ -62,9 +66,10 @@ def make_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def command(name: str, summary: str, details: str, example: str) -> argparse.ArgumentParser:
+    def command(name: str, summary: str, details: str, example: str, usage: str = "") -> argparse.ArgumentParser:
         return commands.add_parser(
             name,
+            usage=f"coterie {name} {usage}" if usage else None,
             help=summary,
             description=f"{summary[0].upper()}{summary[1:]}.\n\n{details}",
             epilog=f"example:\n  {example}",
@@ -78,7 +83,8 @@ def make_parser() -> argparse.ArgumentParser:
         "Everything the run leaves behind is in the run_folder of the config: checkpoints, progress as\n"
         "metrics.jsonl, and the config. Ctrl-C finishes the step and saves; the same command goes on.\n"
         "Under torchrun the processes are torchrun's, and --procs is not used.",
-        "coterie train configs/demo.toml --set train.steps=100 --set run_folder=runs/short",
+        "coterie train configs/demo.toml --set train.steps=100 run_folder=runs/short",
+        usage="CONFIG [--set TABLE.KEY=VALUE ...] [--procs N]",
     )
     _add_config(train)
     train.add_argument(
@@ -98,6 +104,7 @@ def make_parser() -> argparse.ArgumentParser:
         "Shows how the ranks are arranged, the number of parameters, and the memory a rank needs for\n"
         "them; or lists everything that is wrong with the config.",
         "coterie check configs/demo.toml --world 8 --set model.num_experts=64",
+        usage="CONFIG [--set TABLE.KEY=VALUE ...] [--world N]",
     )
     _add_config(check)
     check.add_argument(
@@ -194,7 +201,8 @@ def _count(text: str) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    from coterie_trainer.config import ConfigError, config_problems, load_config, smallest_world
+    with _loading():
+        from coterie_trainer.config import ConfigError, config_problems, load_config, smallest_world
 
     if options.store is not None:
         process = Process(rank=options.rank, world=options.world, local_rank=options.rank, store=options.store)
@@ -216,7 +224,8 @@ def _train(options: argparse.Namespace) -> int:
     if procs > 1:
         arguments = ["train", options.config, *(f"--set={text}" for text in options.set)]
         return launch_local(arguments, procs, grace_s=config.checkpoint.grace_s)
-    from coterie_trainer.training import train
+    with _loading():
+        from coterie_trainer.training import train
 
     with StopRequest() as stop:
         train(config, process, stop)
@@ -226,14 +235,16 @@ def _train(options: argparse.Namespace) -> int:
 def _prepare_data(config: "Config") -> None:
     """Make the built-in corpus if the config asks for it; the other ranks wait for this one when they meet."""
     if config.data.source == "stdlib":
-        from coterie_trainer.data.tokenize import prepare_stdlib
+        with _loading():
+            from coterie_trainer.data.tokenize import prepare_stdlib
 
         prepare_stdlib(config.data.path, config.data.vocab_size, _show)
 
 
 def _check(options: argparse.Namespace) -> int:
-    from coterie_trainer.check import report
-    from coterie_trainer.config import load_config, smallest_world
+    with _loading():
+        from coterie_trainer.check import report
+        from coterie_trainer.config import load_config, smallest_world
 
     config = load_config(options.config, options.set, options.world)
     print(report(config, options.world or smallest_world(config)))
@@ -241,7 +252,8 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _tokenize(options: argparse.Namespace) -> int:
-    from coterie_trainer.data.tokenize import tokenize_files
+    with _loading():
+        from coterie_trainer.data.tokenize import tokenize_files
 
     summary = tokenize_files(
         options.inputs,
@@ -259,9 +271,10 @@ def _tokenize(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    import torch
+    with _loading():
+        import torch
 
-    from coterie_trainer.exporting import check_export, export_run
+        from coterie_trainer.exporting import check_export, export_run
 
     if options.check and options.dtype is not None:
         raise ValueError("--check compares the numbers of the run itself, and --dtype rounds them; give one of the two")
@@ -275,7 +288,8 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    from coterie_trainer.generation import generate
+    with _loading():
+        from coterie_trainer.generation import generate
 
     print(
         generate(
@@ -287,6 +301,25 @@ def _generate(options: argparse.Namespace) -> int:
         )
     )
     return 0
+
+
+@contextlib.contextmanager
+def _loading() -> Iterator[None]:
+    """End at once on Ctrl-C: a KeyboardInterrupt that is raised in the middle of an import of torch can be lost."""
+    previous = signal.getsignal(signal.SIGINT)
+    is_ours = previous is signal.default_int_handler
+    if is_ours:
+        signal.signal(signal.SIGINT, _end_at_once)
+    try:
+        yield
+    finally:
+        if is_ours:
+            signal.signal(signal.SIGINT, previous)
+
+
+def _end_at_once(number: int, frame: FrameType | None) -> None:
+    os.write(2, b"interrupted\n")
+    os._exit(INTERRUPTED)
 
 
 def _show(text: str) -> None:

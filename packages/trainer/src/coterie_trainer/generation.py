@@ -1,5 +1,6 @@
 """Sample text from a run or from an exported folder, with Coterie's own model."""
 
+import math
 from pathlib import Path
 
 import torch
@@ -30,8 +31,12 @@ def generate(
     """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens ({max_new_tokens}) must be at least 1")
-    if temperature < 0:
-        raise ValueError(f"temperature ({temperature}) must be at least 0")
+    if not (temperature == 0 or 1e-3 <= temperature < math.inf):
+        raise ValueError(f"temperature ({temperature}) must be 0, for the likeliest token, or at least 0.001")
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed ({seed}) must be from 0 to 2^63 - 1")
+    if not prompt.isascii() and any("\ud800" <= character <= "\udfff" for character in prompt):
+        raise ValueError("the prompt is not UTF-8 text")
     path = Path(path)
     if not path.is_dir():
         raise ValueError(f"{path} is not a folder; give a run folder or an exported folder")

@@ -140,7 +140,7 @@ def distributed(process: Process, *, timeout_s: float, device: "torch.device") -
             )
         except dist.DistNetworkError as error:
             if "EADDRINUSE" not in str(error):
-                raise
+                raise ValueError(f"this process cannot meet the others: {str(error).splitlines()[0]}") from error
             raise ValueError(
                 f"MASTER_PORT ({process.port}) is in use on this machine; end the process that holds it, or choose "
                 f"another port, as in torchrun --master-port {(process.port or 0) + 1}"

@@ -1,9 +1,12 @@
 """What a run leaves on disk beside its checkpoints: its config, its model spec and its tokenizer."""
 
 import dataclasses
+import fcntl
 import hashlib
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ from coterie_export import ModelSpec
 from coterie_trainer.config import Config, config_to_dict
 from coterie_trainer.data.shards import read_index
 
-__all__ = ["TOKENIZER_FILES", "check_same_run", "read_spec", "tokenizer_files", "write_run"]
+__all__ = ["TOKENIZER_FILES", "check_same_run", "locked", "read_spec", "tokenizer_files", "write_run"]
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _RECORD = "run.json"
@@ -29,6 +32,25 @@ _FIXED = (
     "tokens",
 )
 _FREE = ("model.expert_backend",)
+
+
+@contextmanager
+def locked(run_folder: str | Path) -> Iterator[None]:
+    """Hold the run folder for this process; the lock ends with the process, however it ends.
+
+    Raises:
+        ValueError: another run holds it.
+    """
+    folder = Path(run_folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "w", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"{folder} is in use by a run that has not ended; wait for it, or set run_folder to another folder"
+            ) from None
+        yield
 
 
 def write_run(config: Config, spec: ModelSpec) -> None:
@@ -55,7 +77,7 @@ def check_same_run(config: Config) -> None:
     path = Path(config.run_folder) / _RECORD
     if not path.is_file():
         return
-    record = json.loads(path.read_text(encoding="utf-8"))
+    record = _read_record(path)
     before = _flatten(record["config"]) | {"tokens": record["tokens"]}
     now = _flatten(json.loads(json.dumps(config_to_dict(config)))) | {"tokens": _token_digest(config)}
     differences = [
@@ -74,18 +96,28 @@ def read_spec(run: str | Path) -> ModelSpec:
     """Return the model spec of a run.
 
     Raises:
-        ValueError: the folder is no run.
+        ValueError: the folder is no run, or its record is damaged.
     """
     path = Path(run) / _RECORD
     if not path.is_file():
         raise ValueError(f"{run} is no run folder: it has no {_RECORD}")
-    return ModelSpec(**json.loads(path.read_text(encoding="utf-8"))["spec"])
+    return ModelSpec(**_read_record(path)["spec"])
 
 
 def tokenizer_files(folder: str | Path) -> dict[str, Path]:
     """Return the tokenizer files of a run or token folder by name."""
     paths = {name: Path(folder) / name for name in TOKENIZER_FILES}
     return {name: path for name, path in paths.items() if path.is_file()}
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if not {"config", "spec", "tokens"} <= record.keys():
+            raise ValueError("it lacks a part")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {error}; set run_folder to another folder") from error
+    return dict(record)
 
 
 def _token_digest(config: Config) -> str:

@@ -1,7 +1,7 @@
 """One optimizer step and one evaluation: what is summed over tokens, micro-batches and ranks, and divided once."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,7 @@ from coterie_trainer.model import Decoder
 __all__ = ["StepResult", "Stepper", "cross_entropy_sum", "evaluate"]
 
 _IGNORED = -1
+_BATCHES_BETWEEN_STOPS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,14 +161,21 @@ def cross_entropy_sum(model: Decoder, hidden_BSD: Tensor, targets_BS: Tensor) ->
 
 
 @torch.no_grad()
-def evaluate(model: Decoder, batches: Iterable[Batch], mesh: Mesh) -> float:
-    """Return the mean cross-entropy in nats per target token over all ranks' batches.
+def evaluate(
+    model: Decoder, batches: Iterable[Batch], mesh: Mesh, stop_requested: Callable[[], bool] = lambda: False
+) -> float | None:
+    """Return the mean cross-entropy in nats per target token over all ranks' batches, None if it was cut short.
 
     Every rank must bring the same number of batches, padded with empty ones: the experts of a rank serve all ranks.
+    Every few batches the ranks agree whether ``stop_requested`` is true on any of them.
     """
     device = model.embed.weight.device
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    for batch in batches:
+    for number, batch in enumerate(batches):
+        if number % _BATCHES_BETWEEN_STOPS == 0:
+            stop = torch.tensor(float(stop_requested()), device=device)
+            if float(all_reduce_sum(stop, mesh.axis("data"))) > 0:
+                return None
         batch = batch.to(device)
         output = model(batch.tokens_BS, batch.document_ids_BS)
         sums[0] += cross_entropy_sum(model, output.hidden_BSD, batch.targets_BS)

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from coterie_trainer.initialization import initialize
 from coterie_trainer.launch import Process, StopRequest, distributed
 from coterie_trainer.metrics import EvaluationRecord, Reporter, StepRecord
 from coterie_trainer.model import build_model, placements
-from coterie_trainer.run_folder import check_same_run, write_run
+from coterie_trainer.run_folder import check_same_run, locked, write_run
 from coterie_trainer.schedule import learning_rate
 from coterie_trainer.step import Stepper, StepResult, evaluate
 
@@ -43,7 +43,10 @@ def train(config: Config, process: Process, stop: StopRequest) -> None:
         raise ConfigError(problems)
     device = pick_device(config.device, process.local_rank)
     check_same_run(config)
-    with distributed(process, timeout_s=config.parallel.timeout_s, device=device):
+    with ExitStack() as stack:
+        if process.rank == 0:
+            stack.enter_context(locked(config.run_folder))
+        stack.enter_context(distributed(process, timeout_s=config.parallel.timeout_s, device=device))
         plan = make_plan(config.parallel, process.world, num_experts=config.model.num_experts)
         mesh = Mesh(plan, process.rank, timeout_s=config.parallel.timeout_s, device=device)
         Run(config, mesh, device).loop(stop)
@@ -121,7 +124,7 @@ class Run:
             if latest is not None:
                 note(f"going on from the checkpoint of step {latest}")
             elif config.train.evaluate_every:
-                self._evaluate(reporter)
+                self._evaluate(reporter, stop)
             with prefetch(self.batches, self.step, steps) as stream:
                 clock = _Clock()
                 for batches in stream:
@@ -134,7 +137,7 @@ class Run:
                     if reporter and (self.step % config.log.every == 0 or is_last):
                         reporter.step(self._record(result, rate, clock))
                     if self.step == steps or _is_due(self.step, config.train.evaluate_every):
-                        self._evaluate(reporter)
+                        self._evaluate(reporter, stop)
                     if is_last or _is_due(self.step, config.checkpoint.every):
                         self.save()
                     if result.stop_requested and self.step < steps:
@@ -177,7 +180,7 @@ class Run:
             final_fraction=optimizer.final_fraction,
         )
 
-    def _evaluate(self, reporter: Reporter | None) -> None:
+    def _evaluate(self, reporter: Reporter | None, stop: StopRequest) -> None:
         split, train, data = self.held_out_split, self.config.train, self.mesh.axis("data")
         if split is None:
             return
@@ -189,7 +192,9 @@ class Run:
             data_size=data.size,
             limit=train.evaluate_sequences,
         )
-        loss = evaluate(self.model, batches, self.mesh)
+        loss = evaluate(self.model, batches, self.mesh, lambda: stop.requested)
+        if loss is None:  # asked to stop: the loop ends with its next step
+            return
         tokens_per_byte = split.num_tokens / split.num_bytes
         if reporter:
             reporter.evaluation(

@@ -250,37 +250,44 @@ def _batches(documents: Iterator[tuple[str, str]]) -> Iterator[list[tuple[str, s
 
 
 def _existing(output: Path, settings: dict[str, Any], progress: Progress) -> Index | None:
-    """Return the index of a complete folder with these settings; remove an incomplete one of ours."""
+    """Return the index of a complete folder with these settings; remove a damaged one that holds only our files.
+
+    Raises:
+        ValueError: the folder is not ours, holds other files as well, or was made with other settings.
+    """
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return None
-    ours = {"index.json", "tokenizer.json", "tokenizer_config.json", *SPLITS}
-    strangers = (
-        sorted(path.name for path in output.iterdir() if path.name not in ours) if output.is_dir() else [output.name]
-    )
-    if strangers:
+    if not (output / "index.json").is_file():
+        # Our own folders get their name when they are complete, so this one is somebody else's.
+        held = sorted(path.name for path in output.iterdir())[:3] if output.is_dir() else [output.name]
+        raise ValueError(f"{output} holds other things ({', '.join(held)}); choose another folder for the tokens")
+    index = read_index(output)
+    keys = sorted(settings.keys() | index.settings.keys())
+    differences = [
+        f"{key} is {index.settings.get(key)!r} there, {settings.get(key)!r} is asked for"
+        for key in keys
+        if index.settings.get(key) != settings.get(key)
+    ]
+    if differences:
         raise ValueError(
-            f"{output} holds other things ({', '.join(strangers[:3])}); choose another folder for the tokens"
+            f"{output} was made with other settings: {'; '.join(differences)}; "
+            "choose another folder, or remove this one"
         )
-    if (output / "index.json").exists():
-        index = read_index(output)
-        keys = sorted(settings.keys() | index.settings.keys())
-        differences = [
-            f"{key} is {index.settings.get(key)!r} there, {settings.get(key)!r} is asked for"
-            for key in keys
-            if index.settings.get(key) != settings.get(key)
-        ]
-        if differences:
-            raise ValueError(
-                f"{output} was made with other settings: {'; '.join(differences)}; "
-                "choose another folder, or remove this one"
-            )
-        try:
-            check_sizes(output, index)
-        except ValueError as error:
-            progress(f"making {output} again: {error}")
-        else:
-            if (output / "tokenizer.json").exists():
-                return index
+    try:
+        check_sizes(output, index)
+    except ValueError as error:
+        progress(f"making {output} again: {error}")
+    else:
+        if (output / "tokenizer.json").exists():
+            return index
+    ours = {shard.file for split in index.splits.values() for shard in split.shards}
+    ours |= {"index.json", "tokenizer.json", "tokenizer_config.json"}
+    files = sorted(path.relative_to(output).as_posix() for path in output.rglob("*") if not path.is_dir())
+    if strangers := [name for name in files if name not in ours]:
+        raise ValueError(
+            f"{output} is damaged and must be made again, but holds other things ({', '.join(strangers[:3])}); "
+            "move them away, or choose another folder"
+        )
     shutil.rmtree(output)
     return None
 
