@@ -17,7 +17,7 @@ from coterie_export import ModelSpec
 from coterie_parallel import ParallelConfig, plan_problems
 from coterie_routing import RouterConfig
 
-from coterie_trainer.reading import TableReader, apply_override, to_dict, to_toml
+from coterie_trainer.reading import TableReader, apply_override, to_dict
 
 __all__ = [
     "Config",
@@ -30,13 +30,15 @@ __all__ = [
     "ConfigError",
     "load_config",
     "config_problems",
+    "experts_config",
+    "router_config",
     "smallest_world",
     "config_to_dict",
     "config_from_dict",
-    "config_to_toml",
 ]
 
 
+ExpertBackend = Literal["auto", "reference", "torch"]
 _TABLES = ("model", "data", "train", "optimizer", "parallel", "checkpoint", "log")
 
 
@@ -74,28 +76,7 @@ class ModelConfig:
     selection_bias: bool = False
     tied_embeddings: bool = False
     init_std: float = 0.02
-    expert_backend: Literal["auto", "reference", "torch"] = "auto"
-
-    def router_config(self) -> RouterConfig:
-        """Return the part of these settings that the router needs."""
-        return RouterConfig(
-            d_model=self.d_model,
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            score_function=self.score_function,
-            renormalize=self.renormalize,
-            route_scale=self.route_scale,
-            selection_bias=self.selection_bias,
-        )
-
-    def experts_config(self) -> ExpertsConfig:
-        """Return the part of these settings that the routed experts need."""
-        return ExpertsConfig(
-            d_model=self.d_model,
-            d_hidden=self.expert_hidden,
-            num_experts=self.num_experts,
-            backend=self.expert_backend,
-        )
+    expert_backend: ExpertBackend = "auto"
 
     def to_spec(self, vocab_size: int, max_sequence_length: int, eos_id: int | None) -> ModelSpec:
         """Return the complete description of the model, with what only the data knows filled in."""
@@ -156,10 +137,13 @@ class ModelConfig:
             num_experts=self.num_experts if self.num_experts >= 1 else max(1, self.top_k),
             expert_hidden=max(1, self.expert_hidden),
         )
-        found += sound.router_config().problems()
+        found += router_config(sound).problems()
         if self.selection_bias:
             found.append("selection_bias (true) has no rule yet that trains it, so it would stay zero; set it to false")
-        found += [problem.replace("d_hidden", "expert_hidden") for problem in sound.experts_config().problems()]
+        found += [
+            problem.replace("d_hidden", "expert_hidden")
+            for problem in experts_config(sound, backend=sound.expert_backend).problems()
+        ]
         return found
 
     def _head_dim_problems(self) -> list[str]:
@@ -175,6 +159,26 @@ class ModelConfig:
                 f"given, so that each head has an even width; nearest: {_nearest(self.d_model, 2 * self.num_heads)}"
             ]
         return []
+
+
+def router_config(model: ModelConfig | ModelSpec) -> RouterConfig:
+    """Return what a model's settings, or its spec, say to the router."""
+    return RouterConfig(
+        d_model=model.d_model,
+        num_experts=model.num_experts,
+        top_k=model.top_k,
+        score_function=model.score_function,
+        renormalize=model.renormalize,
+        route_scale=model.route_scale,
+        selection_bias=model.selection_bias,
+    )
+
+
+def experts_config(model: ModelConfig | ModelSpec, *, backend: ExpertBackend) -> ExpertsConfig:
+    """Return what a model's settings, or its spec, say to the routed experts."""
+    return ExpertsConfig(
+        d_model=model.d_model, d_hidden=model.expert_hidden, num_experts=model.num_experts, backend=backend
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -388,11 +392,6 @@ def config_from_dict(
 def config_to_dict(config: Config) -> dict[str, Any]:
     """Return ``config`` as nested dicts of plain values that both TOML and JSON can hold (None as ``"none"``)."""
     return to_dict(config)
-
-
-def config_to_toml(config: Config) -> str:
-    """Return ``config`` as a TOML file with every key written out."""
-    return to_toml(config)
 
 
 def _at_least(config: object, minimum: int, *names: str) -> list[str]:

@@ -1,19 +1,19 @@
 """The decoder: dense and mixture-of-experts blocks built from a `ModelSpec`, with the experts of this rank only."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from coterie_experts import ExpertsConfig, GroupedExperts
+from coterie_experts import GroupedExperts
 from coterie_export import ModelSpec
 from coterie_parallel import DENSE, EXPERTS, Axis, Dispatcher, Placement, make_dispatcher
-from coterie_routing import Router, RouterConfig, Routing
+from coterie_routing import Router, Routing
 from torch import Tensor, nn
 
+from coterie_trainer.config import ExpertBackend, experts_config, router_config
 from coterie_trainer.layers import Attention, AttentionContext, FeedForward, RMSNorm, attention_context
 
-__all__ = ["Decoder", "ModelOutput", "MoE", "build_model", "placements", "router_config"]
+__all__ = ["Decoder", "ModelOutput", "MoE", "build_model", "placements"]
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,6 @@ class ModelOutput:
     routings: list[Routing]
 
 
-def router_config(spec: ModelSpec) -> RouterConfig:
-    """Return the router configuration that a model spec asks for."""
-    return RouterConfig(
-        d_model=spec.d_model,
-        num_experts=spec.num_experts,
-        top_k=spec.top_k,
-        score_function=spec.score_function,
-        renormalize=spec.renormalize,
-        route_scale=spec.route_scale,
-        selection_bias=spec.selection_bias,
-    )
-
-
 class MoE(nn.Module):
     """Routed experts and an optional shared expert: route, dispatch, run the resident experts, combine."""
 
@@ -50,7 +37,7 @@ class MoE(nn.Module):
         spec: ModelSpec,
         dispatcher: Dispatcher,
         *,
-        expert_backend: Literal["auto", "reference", "torch"] = "auto",
+        expert_backend: ExpertBackend = "auto",
         first_expert: int = 0,
         num_local_experts: int | None = None,
         device: torch.device | str | None = None,
@@ -59,12 +46,7 @@ class MoE(nn.Module):
         self.router = Router(router_config(spec), device=device)
         self.dispatcher = dispatcher
         self.experts = GroupedExperts(
-            ExpertsConfig(
-                d_model=spec.d_model,
-                d_hidden=spec.expert_hidden,
-                num_experts=spec.num_experts,
-                backend=expert_backend,
-            ),
+            experts_config(spec, backend=expert_backend),
             first_expert=first_expert,
             num_local_experts=num_local_experts,
             device=device,
@@ -158,7 +140,7 @@ def build_model(
     *,
     expert_axis: Axis | None = None,
     dispatcher: str = "local",
-    expert_backend: Literal["auto", "reference", "torch"] = "auto",
+    expert_backend: ExpertBackend = "auto",
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Decoder:

@@ -10,7 +10,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any, Literal
 
-__all__ = ["TableReader", "apply_override", "to_dict", "to_toml"]
+__all__ = ["TableReader", "apply_override", "to_dict"]
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -22,16 +22,6 @@ def to_dict(config: Any) -> dict[str, Any]:
         return "none" if value is None else list(value) if isinstance(value, tuple) else value
 
     return {item.name: plain(getattr(config, item.name)) for item in dataclasses.fields(config)}
-
-
-def to_toml(config: Any) -> str:
-    """Return ``config``, tables in a table and no deeper, as a TOML file with every key written out."""
-    values = to_dict(config)
-    lines = [f"{key} = {_toml(value)}" for key, value in values.items() if not isinstance(value, dict)]
-    for name, table in values.items():
-        if isinstance(table, dict):
-            lines += ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in table.items())]
-    return "\n".join(lines) + "\n"
 
 
 class TableReader:
@@ -184,8 +174,3 @@ def _dotted(where: str, name: str) -> str:
 
 def _shown(value: Any) -> str:
     return "a table" if isinstance(value, Mapping) else json.dumps(value, default=str, ensure_ascii=False)
-
-
-def _toml(value: Any) -> str:
-    # A JSON text is a TOML text but for DEL, which TOML wants escaped.
-    return repr(value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
