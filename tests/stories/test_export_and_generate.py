@@ -54,3 +54,21 @@ def test_greedy_text_equals_that_of_transformers(tmp_path: Path, small_demo: lis
     found = continue_ids(decoder, ids, max_new_tokens=12, temperature=0.0, generator=torch.Generator())
     assert found == expected[: len(found)]
     assert expected[len(found) :] in ([], [tokenizer.eos_token_id])
+
+
+def test_a_bf16_run_stops_goes_on_and_exports(
+    tmp_path: Path, small_demo: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    small = ["dtype=bfloat16", "data.sequence_length=16", "train.sequences_per_step=4", "train.evaluate_sequences=4"]
+    layout = ["parallel.data=1", "parallel.expert=1", "train.evaluate_every=0", "checkpoint.every=1"]
+    for name, stops in (("whole", (3,)), ("stopped", (2, 3))):
+        for steps in stops:
+            # The schedule must not see where the run stops, so the rate is constant.
+            rate = ["optimizer.warmup_steps=0", "optimizer.final_fraction=1.0", f"train.steps={steps}"]
+            overrides = [*small_demo, *small, *layout, *rate, f"run_folder={str(tmp_path / name)!r}"]
+            assert main(["train", str(CONFIG), *(f"--set={text}" for text in overrides)]) == 0
+    (_, whole), (_, stopped) = read_run(tmp_path / "whole"), read_run(tmp_path / "stopped")
+    assert whole["embed.weight"].dtype == torch.bfloat16
+    assert all(torch.equal(stopped[name], tensor) for name, tensor in whole.items())
+    assert main(["export", str(tmp_path / "whole"), str(tmp_path / "out"), "--family", "qwen3_moe", "--check"]) == 0
+    assert "transformers gives the same logits" in capfd.readouterr().out
