@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from coterie_trainer.check import active_parameters, report
-from coterie_trainer.config import load_config
+from coterie_trainer.config import ConfigError, load_config
 from coterie_trainer.data.shards import TokenWriter
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.toml"
@@ -106,11 +106,12 @@ def test_the_parameters_are_all_tensors_but_the_selection_bias(tiny):
     assert active_parameters(everything) == sum(sizes.values()) - sizes["layers.1.moe.router.selection_bias"]
 
 
-def test_problems_take_the_place_of_the_plan(tiny):
-    assert report(load_config(tiny), 3).splitlines() == [
-        "problems",
-        "  - parallel: num_experts (4) must be a multiple of the expert degree (3); nearest: 3 or 6",
-        "  - train: sequences_per_step (8) must be a multiple of data (3) x sequences_per_micro_batch (1) = 3; "
+def test_problems_are_raised_in_place_of_the_plan(tiny):
+    with pytest.raises(ConfigError) as caught:
+        report(load_config(tiny), 3)
+    assert caught.value.problems == [
+        "parallel: num_experts (4) must be a multiple of the expert degree (3); nearest: 3 or 6",
+        "train: sequences_per_step (8) must be a multiple of data (3) x sequences_per_micro_batch (1) = 3; "
         "nearest: 6 or 9",
     ]
 

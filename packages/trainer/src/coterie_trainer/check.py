@@ -6,7 +6,7 @@ from pathlib import Path
 from coterie_export import ModelSpec, fitting_families
 from coterie_parallel import Plan, make_plan
 
-from coterie_trainer.config import Config, config_problems
+from coterie_trainer.config import Config, ConfigError, config_problems
 from coterie_trainer.data.shards import read_index
 
 __all__ = ["active_parameters", "report"]
@@ -15,11 +15,15 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def report(config: Config, world: int) -> str:
-    """Return the plan, the sizes and the memory of ``config`` on ``world`` ranks, or all that is wrong with it."""
+    """Return the plan, the sizes and the memory of ``config`` on ``world`` ranks.
+
+    Raises:
+        ConfigError: all that is wrong with it, judged with the vocabulary of the data where that is there.
+    """
     vocab_size, origin = _vocabulary(config)
     problems = config_problems(config, world, vocab_size)
     if problems:
-        return "\n".join(["problems", *(f"  - {problem}" for problem in problems)])
+        raise ConfigError(problems)
     plan = make_plan(config.parallel, world, num_experts=config.model.num_experts)
     spec = config.model.to_spec(vocab_size, config.data.sequence_length, None)
     sections = {
