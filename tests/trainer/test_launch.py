@@ -94,8 +94,11 @@ elif what == "one_stops":
 """
 
 PARENT = """
+import signal
 import sys
 from coterie_trainer.launch import launch_local
+for number in (signal.SIGHUP, signal.SIGTERM):  # as in a plain shell, also where nohup started the tests
+    signal.signal(number, signal.SIG_DFL)
 child, folder, what, procs, grace_s = sys.argv[1:]
 sys.exit(launch_local([folder, what], int(procs), grace_s=float(grace_s), _command=[sys.executable, child]))
 """
