@@ -45,6 +45,10 @@ CASES: dict[str, Case] = {
         "glm4_moe",
         ModelSpec(**{**_GLM4, "qk_norm": None, "renormalize": False, "tied_embeddings": True}),
     ),
+    "glm4_moe_groups": (
+        "glm4_moe",
+        ModelSpec(**_GLM4 | {"num_experts": 8, "top_k": 3}, selection_bias=True, num_groups=4, chosen_groups=2),
+    ),
     # Three layers, width 24, five experts, and 8 heads over 2 key and value heads.
     "custom_sizes": (
         "qwen3_moe",

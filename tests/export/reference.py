@@ -83,6 +83,11 @@ def _moe(spec, layer, x_BSD):
     logits = x_BSD @ layer["moe.router.weight"].T
     scores = logits.softmax(dim=-1) if spec.score_function == "softmax" else logits.sigmoid()
     ranked = scores + layer["moe.router.selection_bias"] if spec.selection_bias else scores
+    if spec.num_groups > 1:
+        groups = ranked.unflatten(-1, (spec.num_groups, -1))
+        best = groups.topk(2, dim=-1).values.sum(dim=-1).topk(spec.chosen_groups, dim=-1).indices
+        open_groups = torch.zeros_like(groups[..., 0]).scatter(-1, best, 1.0).bool()
+        ranked = groups.masked_fill(~open_groups[..., None], -torch.inf).flatten(-2)
     ids = ranked.sort(dim=-1, descending=True, stable=True).indices[..., : spec.top_k]
     weights = scores.gather(-1, ids)
     if spec.renormalize:

@@ -332,7 +332,8 @@ def test_verify_of_a_folder_that_is_not_there(tmp_path: Path) -> None:
         ),
         ("qwen3_moe", {"use_sliding_window": True}, r"use_sliding_window = True; only False can be read"),
         ("glm4_moe", {"partial_rotary_factor": ...}, r"partial_rotary_factor is 0.5; only 1.0"),
-        ("glm4_moe", {"n_group": 2}, r"n_group = 2; only 1 can be read"),
+        ("glm4_moe", {"n_group": 2}, r"num_groups \(2\) must divide num_experts \(3\): \[1, 3\]"),
+        ("glm4_moe", {"topk_group": 2}, r"chosen_groups \(2\) must be from 1 to num_groups \(1\)"),
         ("glm4_moe", {"use_qk_norm": ...}, r"config.json lacks 'use_qk_norm'"),
     ],
 )

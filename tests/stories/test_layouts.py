@@ -44,12 +44,33 @@ def test_twenty_steps_are_those_of_one_process(
 ) -> None:
     layout = [f"parallel.data={data}", f"parallel.expert={expert}"]
     run_ranks(train_rank, data, [*small_demo, *layout], str(tmp_path), timeout_s=120.0)
-    found = records(tmp_path)
-    assert len(found) == len(one_process)
-    for expected, record in zip(one_process, found, strict=True):
+    assert_same(one_process, records(tmp_path))
+
+
+def assert_same(expected_records: list[dict[str, float]], found: list[dict[str, float]]) -> None:
+    assert len(found) == len(expected_records)
+    for expected, record in zip(expected_records, found, strict=True):
         assert record["kind"] == expected["kind"]
         for name in NUMBERS if record["kind"] == "step" else ("loss", "bits_per_byte"):
             assert record[name] == pytest.approx(expected[name], rel=1e-5), (record["step"], name)
+
+
+def test_a_trained_selection_bias_and_the_squared_load_are_the_same_in_every_layout(
+    tmp_path: Path, small_demo: list[str]
+) -> None:
+    balancing = [
+        *small_demo,
+        "model.score_function='sigmoid'",
+        "model.selection_bias=true",
+        "model.num_groups=4",
+        "model.chosen_groups=2",
+        "train.bias_rule='sign'",
+        "train.balance_loss='squared_load'",
+    ]
+    for name, data, expert in (("one", 1, 1), ("two by two", 2, 2)):
+        layout = [f"parallel.data={data}", f"parallel.expert={expert}"]
+        run_ranks(train_rank, data, [*balancing, *layout], str(tmp_path / name), timeout_s=120.0)
+    assert_same(records(tmp_path / "one"), records(tmp_path / "two by two"))
 
 
 def test_the_local_dispatcher_gives_the_same_bits(

@@ -93,6 +93,8 @@ def test_what_is_left_out_has_its_default(minimal):
             renormalize=True,
             route_scale=1.0,
             selection_bias=False,
+            num_groups=1,
+            chosen_groups=1,
             tied_embeddings=False,
             init_std=0.02,
             expert_backend="auto",
@@ -103,8 +105,14 @@ def test_what_is_left_out_has_its_default(minimal):
             sequences_per_step=16,
             sequences_per_micro_batch=2,
             balance_coefficient=0.01,
+            balance_loss="dot_product",
             balance_scope="step",
             z_coefficient=0.001,
+            bias_rule=None,
+            bias_rate=0.001,
+            assignment=None,
+            assignment_exponent=1.0,
+            assignment_hot_share=0.1,
             evaluate_every=0,
             evaluate_sequences=0,
         ),
@@ -181,6 +189,19 @@ ONE_FAULT = [
     ("train.sequences_per_step=24", "= 16; nearest: 16 or 32"),
     ("train.sequences_per_step=0", "train: sequences_per_step (0) must be at least 1"),
     ("train.balance_coefficient=-0.1", "train: balance_coefficient (-0.1) must be at least 0"),
+    ("model.selection_bias=true", "set train.bias_rule to one of: sign, proportional, quantile; or selection_bias to"),
+    ("train.bias_rule=sign", 'train: bias_rule ("sign") needs model.selection_bias = true'),
+    ("train.bias_rate=0 train.bias_rule=sign model.selection_bias=true", "train: bias rate (0.0) must be a finite"),
+    ("train.bias_rule=signs", 'train.bias_rule must be one of "sign", "proportional", "quantile", or "none"'),
+    ("train.bias_rule=quantile model.selection_bias=true model.top_k=64", "needs model.top_k (64) below num_experts"),
+    (
+        "train.bias_rule=quantile model.selection_bias=true model.num_groups=8 model.chosen_groups=4",
+        "needs model.num_groups (8) to be 1",
+    ),
+    ("train.balance_scope=batch", 'train.balance_scope must be one of "sequence", "micro_batch", "data_parallel", "s'),
+    ("train.assignment=hot train.assignment_hot_share=0.6", "train: assignment_hot_share (0.6) must be from 0 to 1 /"),
+    ("model.num_groups=7", "model: num_groups (7) must divide num_experts (64) into equal groups; nearest: 8"),
+    ("model.num_groups=64", "model: top_k (2) is more than a token can reach: chosen_groups (1) x 1"),
     ("optimizer.learning_rate=0", "optimizer: learning_rate (0.0) must be above 0"),
     ("optimizer.final_fraction=1.5", "optimizer: final_fraction (1.5) must be between 0 and 1"),
     ("optimizer.betas=[0.9, 1.0]", "optimizer: betas ([0.9, 1.0]) must each be at least 0 and below 1"),
@@ -339,7 +360,7 @@ def test_the_parts_for_the_other_packages(minimal):
     assert spec.problems() == []
     assert (spec.vocab_size, spec.max_sequence_length, spec.eos_id, spec.head_dim) == (300, 32, 7, 4)
     shared = {item.name for item in dataclasses.fields(spec)} & {item.name for item in dataclasses.fields(model)}
-    assert len(shared) == 20
+    assert len(shared) == 22
     for name in shared - {"head_dim"}:
         assert getattr(spec, name) == getattr(model, name), name
 

@@ -96,9 +96,12 @@ def test_a_step_without_any_target_is_zero_and_finite() -> None:
     assert stepper.model.embed.weight.isfinite().all()
 
 
-def _run_split(tokens: Path, micro: int, scope: str, steps: int = 3) -> tuple[list[StepResult], dict[str, Tensor]]:
+def _run_split(
+    tokens: Path, micro: int, *, steps: int = 3, mesh: Mesh | None = None, **options: object
+) -> tuple[list[StepResult], dict[str, Tensor], list[Tensor]]:
+    """Return the results of some steps of 8 sequences, the last gradients and the selection biases."""
     spec = SPECS["shared_expert"]
-    mesh = _single()
+    mesh = _single() if mesh is None else mesh
     model = build_model(spec)
     initialize(model, seed=0, std=0.1)
     train = TrainConfig(
@@ -106,32 +109,90 @@ def _run_split(tokens: Path, micro: int, scope: str, steps: int = 3) -> tuple[li
         sequences_per_step=8,
         sequences_per_micro_batch=micro,
         balance_coefficient=0.5,
-        balance_scope=scope,
         z_coefficient=0.1,
+        **options,
     )
     optimizer = Optimizer(model.named_parameters(), placements(model), mesh, AdamWConfig())
     stepper = Stepper(model, optimizer, mesh, train)
     batches = TrainBatches(
         open_split(tokens, "train"), 16, sequences_per_step=8, sequences_per_micro_batch=micro,
-        data_index=0, data_size=1, seed=5,
+        data_index=mesh.axis("data").index, data_size=mesh.axis("data").size, seed=5,
     )  # fmt: skip
     results = [stepper.run(batches.step(step), learning_rate=1e-3) for step in range(steps)]
-    return results, {name: parameter.grad for name, parameter in model.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return results, gradients, [router.selection_bias for router in stepper.routers]
 
 
+def _assert_same(expected: list[StepResult], found: list[StepResult]) -> None:
+    for a, b in zip(expected, found, strict=True):
+        for name in ("loss", "balance_loss", "z_loss", "load_imbalance", "gradient_norm"):
+            assert getattr(b, name) == pytest.approx(getattr(a, name), rel=1e-5), name
+
+
+@pytest.mark.parametrize("loss", ["dot_product", "squared_load"])
 @pytest.mark.parametrize("scope", ["step", "sequence"])
-def test_accumulation_changes_no_number(tmp_path: Path, scope: str) -> None:
+def test_accumulation_changes_no_number(tmp_path: Path, scope: str, loss: str) -> None:
     tokens = write_tokens(tmp_path / "tokens")
-    expected, gradients = _run_split(tokens, 8, scope)
+    options = dict(balance_scope=scope, balance_loss=loss)
+    expected, gradients, _ = _run_split(tokens, 8, **options)
     assert expected[0].balance_loss != pytest.approx(1.0, abs=1e-3)
     for micro in (4, 1):
-        results, others = _run_split(tokens, micro, scope)
-        for a, b in zip(expected, results, strict=True):
-            for name in ("loss", "balance_loss", "z_loss", "load_imbalance", "gradient_norm"):
-                assert getattr(b, name) == pytest.approx(getattr(a, name), rel=1e-5), name
+        results, others, _ = _run_split(tokens, micro, **options)
+        _assert_same(expected, results)
         for name, gradient in gradients.items():
             scale = float(gradient.abs().max())
             assert float((others[name] - gradient).abs().max()) <= 1e-5 * scale, name
+
+
+def _split_over_ranks(rank: int, world: int, tokens: Path, micro: int, options: dict[str, object]) -> object:
+    with Mesh(make_plan(ParallelConfig(data=world), world), rank, timeout_s=30.0) as mesh:
+        results, _, biases = _run_split(tokens, micro, mesh=mesh, **options)
+        return results, biases
+
+
+@pytest.mark.parametrize("loss", ["dot_product", "squared_load"])
+def test_the_data_parallel_scope_sees_all_ranks(tmp_path: Path, loss: str) -> None:
+    tokens = write_tokens(tmp_path / "tokens")
+    options = dict(balance_scope="data_parallel", balance_loss=loss)
+    expected, _, _ = _run_split(tokens, 8, **options)
+    # Two micro-batches of 4 are not those of one rank with 8; one micro-batch on each of two ranks is.
+    assert _run_split(tokens, 4, **options)[0][0].gradient_norm != pytest.approx(expected[0].gradient_norm, rel=1e-4)
+    for results, _ in run_ranks(_split_over_ranks, 2, tokens, 4, options):
+        _assert_same(expected, results)
+
+
+@pytest.mark.parametrize(("rule", "rate"), [("sign", 0.01), ("proportional", 0.1), ("quantile", 1.0)])
+def test_a_bias_rule_gives_the_same_bias_for_any_split(tmp_path: Path, rule: str, rate: float) -> None:
+    tokens = write_tokens(tmp_path / "tokens")
+    options = dict(bias_rule=rule, bias_rate=rate)
+    expected, _, (bias_E,) = _run_split(tokens, 8, **options)
+    assert float(bias_E.abs().max()) > 1e-3
+    assert float(bias_E.mean()) == pytest.approx(0.0, abs=1e-7)
+    for results, biases in [
+        _run_split(tokens, 2, **options)[::2],
+        *run_ranks(_split_over_ranks, 2, tokens, 2, options),
+    ]:
+        _assert_same(expected, results)
+        torch.testing.assert_close(biases[0], bias_E, rtol=1e-5, atol=1e-7)
+
+
+def test_rows_with_a_nan_are_counted_and_reported(tmp_path: Path) -> None:
+    mesh, spec = _single(), SPECS["shared_expert"]
+    model = build_model(spec)
+    initialize(model, seed=0, std=0.1)
+    with torch.no_grad():
+        model.embed.weight[3] = torch.nan
+    stepper = Stepper(
+        model,
+        Optimizer(model.named_parameters(), placements(model), mesh, AdamWConfig()),
+        mesh,
+        TrainConfig(steps=1, sequences_per_step=1, sequences_per_micro_batch=1),
+    )
+    tokens = torch.tensor([[1, 2, 3, 4]])  # token 3 is bad, and in attention 0 * NaN is NaN for the ones before it too
+    batch = Batch(tokens_BS=tokens, targets_BS=tokens, document_ids_BS=torch.zeros(1, 4, dtype=torch.int32))
+    result = stepper.run([batch], learning_rate=0.0)
+    assert result.bad_router_rows == 4
+    assert math.isnan(result.loss)
 
 
 def test_evaluation_weighs_by_targets_and_changes_nothing() -> None:

@@ -63,6 +63,7 @@ _PLAIN_ROUTING: dict[str, tuple[Any, ...]] = {
     "route_scale": (1.0,),
     "selection_bias": (False,),
     "shared_hidden": (0,),
+    "num_groups": (1,),
 }
 
 
@@ -158,8 +159,10 @@ def _glm4_moe_limits(spec: ModelSpec) -> list[str]:
             f"glm4_moe needs shared_hidden ({shared}) to be a positive multiple of expert_hidden ({expert});"
             f" nearest: {nearest}"
         )
-    if spec.num_experts < 2:  # its group score is the sum of the best two
-        found.append("glm4_moe needs num_experts (1) to be at least 2")
+    if spec.num_experts // spec.num_groups < 2:  # its group score is the sum of the best two
+        found.append(
+            f"glm4_moe needs num_experts ({spec.num_experts}) / num_groups ({spec.num_groups}) to be at least 2"
+        )
     return found
 
 
@@ -174,6 +177,8 @@ GLM4_MOE = Family(
         "n_routed_experts": "num_experts",
         "first_k_dense_replace": "num_dense_layers",
         "routed_scaling_factor": "route_scale",
+        "n_group": "num_groups",
+        "topk_group": "chosen_groups",
     },
     computed={
         "n_shared_experts": Computed(
@@ -191,7 +196,7 @@ GLM4_MOE = Family(
             read=lambda config: {"selection_bias": config.get("selection_bias", True)},
         ),
     },
-    fixed={**_FIXED, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0},
+    fixed={**_FIXED, "num_nextn_predict_layers": 0},
     aliases={"num_local_experts": "n_routed_experts"},
     names={
         **_NAMES,

@@ -60,6 +60,8 @@ class ModelSpec:
         renormalize: Divide the chosen scores by their sum.
         route_scale: Factor on the weights after that.
         selection_bias: A bias per expert takes part in the choice and not in the weights (arXiv:2408.15664).
+        num_groups: Groups of neighbouring experts, for a choice that is limited to some of them; 1 for none.
+        chosen_groups: Groups a token may choose from: those with the largest sum of their two best scores.
         tied_embeddings: The output head is the embedding; there is no ``head.weight``.
         bos_id: Token that begins a text, if there is one.
         eos_id: Token that ends a text, if there is one.
@@ -87,6 +89,8 @@ class ModelSpec:
     renormalize: bool = True
     route_scale: float = 1.0
     selection_bias: bool = False
+    num_groups: int = 1
+    chosen_groups: int = 1
     tied_embeddings: bool = False
     bos_id: int | None = None
     eos_id: int | None = None
@@ -116,6 +120,11 @@ class ModelSpec:
             found.append(f"head_dim ({self.head_dim}) must be even for rotary positions; nearest: {nearest}")
         if self.top_k > self.num_experts > 0:
             found.append(f"top_k ({self.top_k}) must be from 1 to num_experts ({self.num_experts})")
+        if self.num_groups > 0 and self.num_experts % self.num_groups:
+            divisors = [n for n in range(1, self.num_experts + 1) if self.num_experts % n == 0]
+            found.append(f"num_groups ({self.num_groups}) must divide num_experts ({self.num_experts}): {divisors}")
+        if self.chosen_groups > self.num_groups > 0:
+            found.append(f"chosen_groups ({self.chosen_groups}) must be from 1 to num_groups ({self.num_groups})")
         if self.num_dense_layers >= self.num_layers > 0:
             found.append(
                 f"num_dense_layers ({self.num_dense_layers}) must be from 0 to num_layers - 1 ({self.num_layers - 1}):"

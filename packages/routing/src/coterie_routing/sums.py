@@ -1,13 +1,13 @@
 """Load statistics as values: they add up over micro-batches and ranks, and a loss is computed from the sum once."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Self
 
 import torch
 from torch import Tensor
 
-__all__ = ["LoadSums", "pack", "unpack", "load_imbalance"]
+__all__ = ["LoadSums", "pack", "unpack", "reduce_sums", "load_imbalance"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,6 +19,8 @@ class LoadSums:
         probability_sums_E: Sum over tokens of each expert's probability, fp64, differentiable.
         z_sum: Sum over tokens of logsumexp(logits)^2, fp64 scalar, differentiable.
         num_tokens: Number of real tokens, int64 scalar.
+        num_dropped: Number of choices beyond the capacity of their expert, int64 scalar; they are in the counts.
+        num_bad: Number of real tokens with a NaN or an infinite logit, int64 scalar.
 
     Raises:
         ValueError: If a field has another dtype: counts kept in a float of 8 or 24 bits stop counting in silence.
@@ -28,6 +30,8 @@ class LoadSums:
     probability_sums_E: Tensor
     z_sum: Tensor
     num_tokens: Tensor
+    num_dropped: Tensor
+    num_bad: Tensor
 
     def __post_init__(self) -> None:
         expected = {
@@ -35,6 +39,8 @@ class LoadSums:
             "probability_sums_E": torch.float64,
             "z_sum": torch.float64,
             "num_tokens": torch.int64,
+            "num_dropped": torch.int64,
+            "num_bad": torch.int64,
         }
         for name, dtype in expected.items():
             if getattr(self, name).dtype != dtype:
@@ -48,6 +54,8 @@ class LoadSums:
             probability_sums_E=torch.zeros(num_experts, dtype=torch.float64, device=device),
             z_sum=torch.zeros((), dtype=torch.float64, device=device),
             num_tokens=torch.zeros((), dtype=torch.int64, device=device),
+            num_dropped=torch.zeros((), dtype=torch.int64, device=device),
+            num_bad=torch.zeros((), dtype=torch.int64, device=device),
         )
 
     def __add__(self, other: Self) -> Self:
@@ -55,33 +63,19 @@ class LoadSums:
             raise ValueError(
                 f"cannot add the sums of {self.counts_E.numel()} experts and of {other.counts_E.numel()} experts"
             )
-        return type(self)(
-            counts_E=self.counts_E + other.counts_E,
-            probability_sums_E=self.probability_sums_E + other.probability_sums_E,
-            z_sum=self.z_sum + other.z_sum,
-            num_tokens=self.num_tokens + other.num_tokens,
-        )
+        return type(self)(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
     def detach(self) -> Self:
         """Return the same numbers without their graph, to be kept or logged after backward."""
-        return type(self)(
-            counts_E=self.counts_E,
-            probability_sums_E=self.probability_sums_E.detach(),
-            z_sum=self.z_sum.detach(),
-            num_tokens=self.num_tokens,
-        )
+        return type(self)(**{f.name: getattr(self, f.name).detach() for f in fields(self)})
 
 
 def pack(sums: Sequence[LoadSums]) -> Tensor:
     """Lay the sums of all layers into one flat fp64 tensor, so that one reduction serves them all.
 
-    Shape: sum over layers of 2 * E + 2. The tensor carries no graph. Integers stay exact up to 2^53.
+    Shape: sum over layers of 2 * E + 4. The tensor carries no graph. Integers stay exact up to 2^53.
     """
-    parts = [
-        part.detach().reshape(-1).to(torch.float64)
-        for one in sums
-        for part in (one.counts_E, one.probability_sums_E, one.z_sum, one.num_tokens)
-    ]
+    parts = [getattr(one, f.name).detach().reshape(-1).to(torch.float64) for one in sums for f in fields(one)]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
 
 
@@ -91,22 +85,32 @@ def unpack(flat: Tensor, like: Sequence[LoadSums]) -> list[LoadSums]:
     Raises:
         ValueError: If the length or the dtype of `flat` is not that of `pack(like)`.
     """
-    sizes = [size for one in like for size in (one.counts_E.numel(), one.counts_E.numel(), 1, 1)]
+    sizes = [getattr(one, f.name).numel() for one in like for f in fields(one)]
     if flat.shape != (sum(sizes),) or flat.dtype != torch.float64:
         raise ValueError(
             f"expected a packed fp64 tensor of {sum(sizes)} numbers, got shape {tuple(flat.shape)} of {flat.dtype}"
         )
-    parts = torch.split(flat, sizes)
+    parts = iter(torch.split(flat, sizes))
+    # A copy of each: a later reduction into `flat` must not change what was taken from it.
     return [
         LoadSums(
-            counts_E=parts[first].to(torch.int64),
-            # A copy: a later reduction into `flat` must not change what was taken from it.
-            probability_sums_E=parts[first + 1].clone(),
-            z_sum=parts[first + 2].reshape(()).clone(),
-            num_tokens=parts[first + 3].reshape(()).to(torch.int64),
+            **{
+                f.name: next(parts).to(getattr(one, f.name).dtype, copy=True).reshape(getattr(one, f.name).shape)
+                for f in fields(one)
+            }
         )
-        for first in range(0, len(parts), 4)
+        for one in like
     ]
+
+
+def reduce_sums(sums: Sequence[LoadSums], sum_over_ranks: Callable[[Tensor], Tensor]) -> list[LoadSums]:
+    """Add the sums of all layers over the ranks in one reduction.
+
+    Args:
+        sums: The sums of this rank, one for each layer.
+        sum_over_ranks: Takes a tensor and returns its sum over the ranks, as an all-reduce does.
+    """
+    return unpack(sum_over_ranks(pack(sums)), sums)
 
 
 def load_imbalance(counts_E: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from coterie_experts import ExpertsConfig
 from coterie_export import ModelSpec
 from coterie_parallel import ParallelConfig, plan_problems
-from coterie_routing import RouterConfig
+from coterie_routing import BIAS_RULES, Assignment, BiasRule, RouterConfig
 
 from coterie_trainer.reading import TableReader, apply_override, to_dict
 
@@ -30,6 +30,8 @@ __all__ = [
     "ConfigError",
     "load_config",
     "config_problems",
+    "assignment",
+    "bias_rule",
     "experts_config",
     "router_config",
     "smallest_world",
@@ -74,6 +76,8 @@ class ModelConfig:
     renormalize: bool = True
     route_scale: float = 1.0
     selection_bias: bool = False
+    num_groups: int = 1
+    chosen_groups: int = 1
     tied_embeddings: bool = False
     init_std: float = 0.02
     expert_backend: ExpertBackend = "auto"
@@ -102,6 +106,8 @@ class ModelConfig:
             renormalize=self.renormalize,
             route_scale=self.route_scale,
             selection_bias=self.selection_bias,
+            num_groups=self.num_groups,
+            chosen_groups=self.chosen_groups,
             tied_embeddings=self.tied_embeddings,
             bos_id=None,
             eos_id=eos_id,
@@ -138,8 +144,6 @@ class ModelConfig:
             expert_hidden=max(1, self.expert_hidden),
         )
         found += router_config(sound).problems()
-        if self.selection_bias:
-            found.append("selection_bias (true) has no rule yet that trains it, so it would stay zero; set it to false")
         found += [
             problem.replace("d_hidden", "expert_hidden")
             for problem in experts_config(sound, backend=sound.expert_backend).problems()
@@ -161,8 +165,8 @@ class ModelConfig:
         return []
 
 
-def router_config(model: ModelConfig | ModelSpec) -> RouterConfig:
-    """Return what a model's settings, or its spec, say to the router."""
+def router_config(model: ModelConfig | ModelSpec, assignment: Assignment | None = None) -> RouterConfig:
+    """Return what a model's settings, or its spec, say to the router; an assignment decides the load in its place."""
     return RouterConfig(
         d_model=model.d_model,
         num_experts=model.num_experts,
@@ -171,6 +175,9 @@ def router_config(model: ModelConfig | ModelSpec) -> RouterConfig:
         renormalize=model.renormalize,
         route_scale=model.route_scale,
         selection_bias=model.selection_bias,
+        num_groups=model.num_groups,
+        chosen_groups=model.chosen_groups,
+        assignment=assignment,
     )
 
 
@@ -200,23 +207,46 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """How long and on how much: ``sequences_per_step`` counts all ranks, ``sequences_per_micro_batch`` one rank."""
+    """How long, on how much, and how the load of the experts is balanced.
+
+    ``sequences_per_step`` counts all ranks, ``sequences_per_micro_batch`` one rank. ``bias_rule`` trains the selection
+    bias of a model that has one. ``assignment`` replaces the router's choice of experts, to measure the speed of a
+    system under a known load: "uniform", "random", "zipf" with its exponent, or "hot" with the share of one expert.
+    """
 
     steps: int
     sequences_per_step: int
     sequences_per_micro_batch: int
     balance_coefficient: float = 0.01
-    balance_scope: Literal["sequence", "micro_batch", "step"] = "step"
+    balance_loss: Literal["dot_product", "squared_load"] = "dot_product"
+    balance_scope: Literal["sequence", "micro_batch", "data_parallel", "step"] = "step"
     z_coefficient: float = 0.001
+    bias_rule: Literal["sign", "proportional", "quantile"] | None = None
+    bias_rate: float = 0.001
+    assignment: Literal["uniform", "random", "zipf", "hot"] | None = None
+    assignment_exponent: float = 1.0
+    assignment_hot_share: float = 0.1
     evaluate_every: int = 0
     evaluate_sequences: int = 0
 
     def problems(self) -> list[str]:
         """Return every fault of these settings."""
         found = _at_least(self, 1, "steps", "sequences_per_step", "sequences_per_micro_batch")
-        return found + _at_least(
-            self, 0, "balance_coefficient", "z_coefficient", "evaluate_every", "evaluate_sequences"
-        )
+        found += _at_least(self, 0, "balance_coefficient", "z_coefficient", "evaluate_every", "evaluate_sequences")
+        rule = bias_rule(self)
+        return found + (rule.problems() if rule is not None else [])
+
+
+def bias_rule(train: TrainConfig) -> BiasRule | None:
+    """Return the rule that trains the selection bias, if there is one."""
+    return None if train.bias_rule is None else BiasRule(kind=train.bias_rule, rate=train.bias_rate)
+
+
+def assignment(train: TrainConfig) -> Assignment | None:
+    """Return what decides the load in place of the routers, if anything does."""
+    if train.assignment is None:
+        return None
+    return Assignment(kind=train.assignment, exponent=train.assignment_exponent, hot_share=train.assignment_hot_share)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,6 +337,33 @@ class Config:
                 f"optimizer: warmup_steps ({warmup}) + decay_steps ({decay}) must be at most train.steps ({steps}); "
                 f"decay_steps of {max(0, steps - warmup)} would work"
             )
+        return found + self._balancing_problems()
+
+    def _balancing_problems(self) -> list[str]:
+        """Return what does not fit together between the router of the model and how its load is steered."""
+        model, train = self.model, self.train
+        found = []
+        if model.selection_bias and train.bias_rule is None:
+            found.append(
+                "model: selection_bias (true) would stay zero without a rule that trains it; set train.bias_rule to "
+                f"one of: {', '.join(BIAS_RULES)}; or selection_bias to false"
+            )
+        if train.bias_rule is not None and not model.selection_bias:
+            found.append(f'train: bias_rule ("{train.bias_rule}") needs model.selection_bias = true')
+        if train.bias_rule == "quantile" and model.num_groups != 1:
+            found.append(
+                f'train: bias_rule ("quantile") needs model.num_groups ({model.num_groups}) to be 1: with groups an '
+                'expert has no single threshold; use "sign" or "proportional"'
+            )
+        if train.bias_rule == "quantile" and model.top_k >= model.num_experts:
+            found.append(
+                f'train: bias_rule ("quantile") needs model.top_k ({model.top_k}) below num_experts '
+                f"({model.num_experts}): a token that takes all has nothing to balance"
+            )
+        replaced = assignment(train)
+        if replaced is not None and 1 <= model.top_k <= model.num_experts:
+            problems = replaced.problems(num_experts=model.num_experts, top_k=model.top_k)
+            found += [f"train: {problem.replace('assignment ', 'assignment_', 1)}" for problem in problems]
         return found
 
 

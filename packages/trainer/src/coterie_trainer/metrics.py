@@ -37,6 +37,7 @@ class StepRecord:
         tokens_per_second: Speed of all ranks together.
         data_wait_fraction: Share of the time that rank 0 waited for data, 0 to 1.
         remaining_s: Seconds left at this speed.
+        bad_router_rows: Rows of router logits with a NaN or an infinity, over all layers; 0 in a sound run.
     """
 
     step: int
@@ -50,6 +51,7 @@ class StepRecord:
     tokens_per_second: float
     data_wait_fraction: float
     remaining_s: float
+    bad_router_rows: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,13 @@
 """The decoder: dense and mixture-of-experts blocks built from a `ModelSpec`, with the experts of this rank only."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from coterie_experts import GroupedExperts
 from coterie_export import ModelSpec
 from coterie_parallel import DENSE, EXPERTS, Axis, Dispatcher, Placement, make_dispatcher
-from coterie_routing import Router, Routing
+from coterie_routing import Assignment, Router, Routing
 from torch import Tensor, nn
 
 from coterie_trainer.config import ExpertBackend, experts_config, router_config
@@ -40,10 +40,11 @@ class MoE(nn.Module):
         expert_backend: ExpertBackend = "auto",
         first_expert: int = 0,
         num_local_experts: int | None = None,
+        assignment: Assignment | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.router = Router(router_config(spec), device=device)
+        self.router = Router(router_config(spec, assignment), device=device)
         self.dispatcher = dispatcher
         self.experts = GroupedExperts(
             experts_config(spec, backend=expert_backend),
@@ -141,6 +142,7 @@ def build_model(
     expert_axis: Axis | None = None,
     dispatcher: str = "local",
     expert_backend: ExpertBackend = "auto",
+    assignment: Assignment | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Decoder:
@@ -151,6 +153,7 @@ def build_model(
         expert_axis: the axis over which experts are split; None when one process holds them all.
         dispatcher: name of the communication back-end.
         expert_backend: name of the expert kernels.
+        assignment: decides the load in place of the routers; each layer has a seed of its own.
         device: where the parameters live.
         dtype: dtype of all parameters.
 
@@ -174,6 +177,7 @@ def build_model(
             expert_backend=expert_backend,
             first_expert=axis.index * num_local_experts,
             num_local_experts=num_local_experts,
+            assignment=None if assignment is None else replace(assignment, seed=assignment.seed + index),
             device=meta,
         )
         feed_forwards.append(moe)

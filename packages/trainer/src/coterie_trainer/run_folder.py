@@ -27,7 +27,9 @@ _FIXED = (
     "model.",
     "data.sequence_length",
     "train.sequences_per_step",
+    "train.assignment",
     "train.balance_",
+    "train.bias_",
     "train.z_coefficient",
     "tokens",
 )

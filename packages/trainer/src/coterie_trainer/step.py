@@ -2,25 +2,32 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from coterie_parallel import Mesh, Optimizer, all_reduce_sum
 from coterie_routing import (
     LoadSums,
+    RequiredBias,
+    Router,
     Routing,
     balance_loss,
+    balance_terms,
     load_imbalance,
     pack,
-    scoped_balance_term,
+    quantile_bias,
+    required_bias,
+    squared_load_loss,
     unpack,
+    updated_bias,
     z_loss,
     z_term,
 )
 from torch import Tensor
 
-from coterie_trainer.config import TrainConfig
+from coterie_trainer.config import TrainConfig, bias_rule
 from coterie_trainer.data.dataset import Batch
 from coterie_trainer.model import Decoder
 
@@ -28,6 +35,7 @@ __all__ = ["StepResult", "Stepper", "cross_entropy_sum", "evaluate"]
 
 _IGNORED = -1
 _BATCHES_BETWEEN_STOPS = 8
+_Sums = TypeVar("_Sums", LoadSums, RequiredBias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +44,13 @@ class StepResult:
 
     Attributes:
         loss: cross-entropy in nats per target token of the whole step.
-        balance_loss: mean over MoE layers of E/k * sum_i f_i P_i over the whole step; 1.0 is even.
+        balance_loss: mean over MoE layers of the balance loss over the whole step, before its coefficient: E/k * sum_i
+            f_i P_i or, for "squared_load", 1 + CV^2 of the load; 1.0 is even.
         z_loss: mean over MoE layers of the mean squared log-sum-exp of the router logits.
         load_imbalance: largest load over mean load, of the worst layer; 1.0 is even.
         gradient_norm: L2 norm of the whole gradient before clipping.
         num_tokens: real tokens of the step.
+        bad_router_rows: rows of router logits, over all layers, that held a NaN or an infinity.
         stop_requested: whether any rank was asked to stop.
     """
 
@@ -50,6 +60,7 @@ class StepResult:
     load_imbalance: float
     gradient_norm: float
     num_tokens: int
+    bad_router_rows: int
     stop_requested: bool
 
 
@@ -72,6 +83,8 @@ class Stepper:
         self.model, self.optimizer, self.mesh, self.config = model, optimizer, mesh, config
         spec = model.spec
         self.device = model.embed.weight.device
+        self.routers = [module for module in model.modules() if isinstance(module, Router)]
+        self.bias_rule = bias_rule(config)
         num_moe_layers = spec.num_layers - spec.num_dense_layers
         self.load_LE = torch.zeros(num_moe_layers, spec.num_experts, dtype=torch.int64, device=self.device)
 
@@ -93,6 +106,7 @@ class Stepper:
         self.optimizer.zero_grad()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         layer_sums: list[LoadSums] | None = None
+        required: list[RequiredBias] | None = None
         for batch in batches:
             output = self.model(batch.tokens_BS, batch.document_ids_BS)
             batch_loss = cross_entropy_sum(self.model, output.hidden_BSD, batch.targets_BS)
@@ -101,31 +115,58 @@ class Stepper:
             torch.autograd.backward(objective)
             loss_sum += batch_loss.detach()
             seen = [routing.sums.detach() for routing in output.routings]
-            layer_sums = seen if layer_sums is None else [a + b for a, b in zip(layer_sums, seen, strict=True)]
+            layer_sums = _added(layer_sums, seen)
+            if self.bias_rule is not None and self.bias_rule.kind == "quantile":
+                required = _added(required, self._required_bias(output.routings))
         assert layer_sums is not None, "a step needs at least one micro-batch"
 
         gradient_norm = self.optimizer.step(learning_rate)
-        return self._result(loss_sum, layer_sums, totals, gradient_norm, stop_requested)
+        result = self._result(loss_sum, layer_sums, totals, gradient_norm, stop_requested)
+        self._train_selection_bias(required)
+        return result
 
     def _zero(self) -> Tensor:
         return torch.zeros((), dtype=torch.int64, device=self.device)
 
     def _auxiliary(self, routings: list[Routing], step_tokens: Tensor, *, num_sequences: int) -> Tensor:
         """Return this micro-batch's share of the balance and z losses, summed over layers."""
-        config, spec = self.config, self.model.spec
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for layer, routing in enumerate(routings):
-            balance = scoped_balance_term(
-                config.balance_scope,
-                routing,
-                top_k=spec.top_k,
-                step_tokens=step_tokens,
-                num_sequences=num_sequences,
-                load_fraction_E=self.load_LE[layer],
+        config = self.config
+        balance_L = balance_terms(
+            routings,
+            loss=config.balance_loss,
+            scope=config.balance_scope,
+            top_k=self.model.spec.top_k,
+            step_tokens=step_tokens,
+            num_sequences=num_sequences,
+            load_LE=self.load_LE,
+            sum_over_ranks=lambda counts: all_reduce_sum(counts, self.mesh.axis("data")),
+        )
+        z_L = torch.stack([z_term(routing.sums, step_tokens) for routing in routings])
+        return config.balance_coefficient * balance_L.sum() + config.z_coefficient * z_L.sum()
+
+    def _required_bias(self, routings: list[Routing]) -> list[RequiredBias]:
+        """Return, for each layer, which selection bias the tokens of one micro-batch asked of the experts."""
+        return [required_bias(routing, _bias(router)) for router, routing in zip(self.routers, routings, strict=True)]
+
+    @torch.no_grad()
+    def _train_selection_bias(self, required: list[RequiredBias] | None) -> None:
+        """Replace the selection bias of every layer by what the rule makes of the load of the whole step."""
+        rule = self.bias_rule
+        if rule is None:
+            return
+        biases_LE = torch.stack([_bias(router) for router in self.routers])
+        if required is None:
+            next_LE = updated_bias(biases_LE, self.load_LE, rule)
+        else:
+            counts_LEB = all_reduce_sum(torch.stack([one.counts_EB for one in required]), self.mesh.axis("data"))
+            next_LE = torch.stack(
+                [
+                    quantile_bias(bias_E, replace(one, counts_EB=counts_EB), rule, top_k=self.model.spec.top_k)
+                    for bias_E, one, counts_EB in zip(biases_LE, required, counts_LEB, strict=True)
+                ]
             )
-            z = z_term(routing.sums, step_tokens)
-            total = total + config.balance_coefficient * balance + config.z_coefficient * z
-        return total
+        for router, next_E in zip(self.routers, next_LE, strict=True):
+            _bias(router).copy_(next_E)
 
     def _result(
         self, loss_sum: Tensor, layer_sums: list[LoadSums], totals: Tensor, gradient_norm: Tensor, stop: bool
@@ -135,14 +176,13 @@ class Stepper:
         packed = all_reduce_sum(torch.cat([own, pack(layer_sums)]), self.mesh.axis("data"))
         layer_sums = unpack(packed[own.numel() :], layer_sums)
         self.load_LE = torch.stack([sums.counts_E for sums in layer_sums])
-        layers = [
-            torch.stack([balance_loss(sums, top_k=self.model.spec.top_k), z_loss(sums), load_imbalance(sums.counts_E)])
-            for sums in layer_sums
-        ]
-        balance_L, z_L, imbalance_L = torch.stack(layers).unbind(1)
-        of_layers = torch.stack([balance_L.mean(), z_L.mean(), imbalance_L.max(), gradient_norm.double()])
+        balance_L = torch.stack([self._balance(sums) for sums in layer_sums])
+        z_L = torch.stack([z_loss(sums) for sums in layer_sums])
+        imbalance_L = torch.stack([load_imbalance(sums.counts_E) for sums in layer_sums])
+        bad_rows = torch.stack([sums.num_bad for sums in layer_sums]).sum().double()
+        of_layers = torch.stack([balance_L.mean(), z_L.mean(), imbalance_L.max(), gradient_norm.double(), bad_rows])
         numbers = torch.cat([packed[: own.numel()], totals.double(), of_layers]).tolist()
-        loss, stops, num_targets, num_tokens, balance, z, imbalance, norm = numbers
+        loss, stops, num_targets, num_tokens, balance, z, imbalance, norm, bad_router_rows = numbers
         return StepResult(
             loss=loss / max(1.0, num_targets),
             balance_loss=balance,
@@ -150,8 +190,24 @@ class Stepper:
             load_imbalance=imbalance,
             gradient_norm=norm,
             num_tokens=int(num_tokens),
+            bad_router_rows=int(bad_router_rows),
             stop_requested=stops > 0,
         )
+
+    def _balance(self, sums: LoadSums) -> Tensor:
+        if self.config.balance_loss == "squared_load":
+            return squared_load_loss(sums.counts_E)
+        return balance_loss(sums, top_k=self.model.spec.top_k)
+
+
+def _bias(router: Router) -> Tensor:
+    assert router.selection_bias is not None, "config_problems lets no rule pass without a bias"
+    return router.selection_bias
+
+
+def _added(total: list[_Sums] | None, more: list[_Sums]) -> list[_Sums]:
+    """Add the sums of one micro-batch to those of the ones before, layer by layer."""
+    return more if total is None else [a + b for a, b in zip(total, more, strict=True)]
 
 
 def cross_entropy_sum(model: Decoder, hidden_BSD: Tensor, targets_BS: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from coterie_trainer.checkpoint import Checkpoints, global_tensors
-from coterie_trainer.config import Config, ConfigError, config_problems
+from coterie_trainer.config import Config, ConfigError, assignment, config_problems
 from coterie_trainer.data.dataset import EvaluationBatches, Sequences, TrainBatches, has_tokens, open_split, prefetch
 from coterie_trainer.initialization import initialize
 from coterie_trainer.launch import Process, StopRequest, distributed
@@ -97,6 +97,7 @@ class Run:
             expert_axis=mesh.axis("expert"),
             dispatcher=config.parallel.dispatcher,
             expert_backend=config.model.expert_backend,
+            assignment=assignment(train),
             device=device,
             dtype=getattr(torch, config.dtype),
         )
@@ -212,6 +213,7 @@ class Run:
             learning_rate=rate,
             load_imbalance=result.load_imbalance,
             tokens=self.tokens_seen,
+            bad_router_rows=result.bad_router_rows,
             tokens_per_second=tokens_per_second,
             data_wait_fraction=data_wait_fraction,
             remaining_s=step_s * (self.config.train.steps - self.step),
