@@ -15,8 +15,12 @@ from coterie_routing.losses import (
     z_loss,
     z_term,
 )
+from coterie_routing.permutation import permute, unpermute
+from coterie_routing.report import LoadReport, load_report, split_sums
 from coterie_routing.router import CausalityWarning, ChoiceMemo, Router, Routing, route
+from coterie_routing.row_map import RowMap, map_rows
 from coterie_routing.sums import LoadSums, load_imbalance, pack, reduce_sums, unpack
+from coterie_routing.wins import WinSums, win_sums
 
 __all__ = [
     "RouterConfig",
@@ -44,6 +48,15 @@ __all__ = [
     "RequiredBias",
     "required_bias",
     "quantile_bias",
+    "load_report",
+    "LoadReport",
+    "split_sums",
+    "win_sums",
+    "WinSums",
+    "map_rows",
+    "RowMap",
+    "permute",
+    "unpermute",
     "ASSIGNMENTS",
     "BACKENDS",
     "BALANCE_LOSSES",

@@ -65,7 +65,10 @@ def updated_bias(bias_E: Tensor, counts_E: Tensor, rule: BiasRule) -> Tensor:
     if rule.kind == "quantile":
         raise ValueError('the rule "quantile" needs the scores of the step: use required_bias and quantile_bias')
     if counts_E.dtype != torch.int64 or counts_E.shape != bias_E.shape:
-        raise ValueError(f"counts must be int64 of shape {tuple(bias_E.shape)}, got {counts_E.dtype} {counts_E.shape}")
+        raise ValueError(
+            f"counts must be int64 of shape {tuple(bias_E.shape)}, "
+            f"got {counts_E.dtype} of shape {tuple(counts_E.shape)}"
+        )
     total = counts_E.sum(-1, keepdim=True)
     # In integers, E times the error: bf16 counts, or a mean rounded to fp32, can turn the sign.
     error_E = total - counts_E * bias_E.shape[-1]

@@ -29,7 +29,8 @@ class RouterConfig:
             the chosen sums to 1 either way.
         route_scale: Factor on the weights, after the renormalisation.
         trained_top_k: K with which the model was trained, if it is not the K of now: the weights are multiplied by
-            sqrt(trained_top_k / top_k), which keeps the size of a sum of K outputs that are as good as independent.
+            sqrt(trained_top_k / top_k), as in OLMo-core. Where a weight's size does not depend on K (`renormalize`
+            False), this keeps the size of a sum of K outputs that are as good as independent.
         num_groups: Number of groups of neighbouring experts, for a selection that is limited to some of them
             (DeepSeek-V3, arXiv:2412.19437). 1 means no groups.
         chosen_groups: Number of groups in which a token may choose: those with the largest sum of their two best

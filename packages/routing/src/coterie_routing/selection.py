@@ -51,21 +51,27 @@ def expert_choice_ids(scores_TE: Tensor, top_k: int, is_real_T: Tensor | None) -
     """Let each expert choose its T * K / E best real tokens (arXiv:2202.09368): int64 (T, E) with -1 where not chosen.
 
     T * K / E is rounded down, to at least 1. The experts of a token stand by falling score; of tokens with equal
-    scores an expert takes the first.
+    scores an expert takes the first, and one whose score is NaN it takes last.
+
+    Args:
+        scores_TE: From 0 to 1, fp32 or fp64 (T, E).
+        top_k: Mean number K of experts for each token.
+        is_real_T: Bool (T), or None.
     """
     num_tokens, num_experts = scores_TE.shape
-    scores_TE = scores_TE.masked_fill(scores_TE.isnan(), -torch.inf)
+    scores_TE = scores_TE.masked_fill(scores_TE.isnan(), -1)
     if is_real_T is None:
         num_real = torch.full((), num_tokens, dtype=torch.int64, device=scores_TE.device)
     else:
         num_real = is_real_T.sum()
         scores_TE = scores_TE.masked_fill(~is_real_T[:, None], -torch.inf)
     capacity = torch.minimum((num_real * top_k // num_experts).clamp_min(1), num_real)
-    order_TE = torch.argsort(scores_TE, dim=0, descending=True, stable=True)
-    place_T1 = torch.arange(num_tokens, device=scores_TE.device)[:, None].expand_as(order_TE)
-    place_TE = torch.empty_like(order_TE).scatter_(0, order_TE, place_T1)
-    is_chosen_TE = place_TE < capacity
-    ids_TE = top_k_ids(torch.where(is_chosen_TE, scores_TE.detach(), -torch.inf), num_experts)
+    # The host knows the capacity without padding only; the device cuts the rest off.
+    largest_capacity = min(max(1, num_tokens * top_k // num_experts), num_tokens)
+    best_CE = top_k_ids(scores_TE.t(), largest_capacity).t()
+    has_room_C1 = torch.arange(largest_capacity, device=scores_TE.device)[:, None] < capacity
+    is_chosen_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter_(0, best_CE, has_room_C1.expand_as(best_CE))
+    ids_TE = top_k_ids(scores_TE.masked_fill(~is_chosen_TE, -torch.inf), num_experts)
     return torch.where(is_chosen_TE.gather(1, ids_TE), ids_TE, -1)
 
 
