@@ -1,8 +1,11 @@
 """Hand-written routings and loads with the numbers they must give."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+import torch
+from coterie_routing import LoadSums, Router, RouterConfig
 
 LN4, LN1_5 = math.log(4), math.log(1.5)
 # Four probabilities as logits; their logsumexp is 0.
@@ -23,7 +26,8 @@ class RouteCase:
     counts: list[int]
     probability_sums: list[float]
     z_sum: float = 0.0
-    num_tokens: int = field(default=1)
+    num_tokens: int = 1
+    chosen_counts: list[int] | None = None
 
 
 ROUTE_CASES = [
@@ -114,8 +118,95 @@ ROUTE_CASES = [
         ids=[[0, 1]],
         weights=[[0.0, 0.0]],
         counts=[1, 1, 0],
-        probability_sums=[0.0, 0.0, 0.0],
+        probability_sums=[1 / 3, 1 / 3, 1 / 3],
         z_sum=(-120 + math.log(3)) ** 2,
+    ),
+    RouteCase(
+        # 1 / (1 + e^-ln 2) and the scores .5 and .25: the softmax of two logits is that of all four, renormalised.
+        name="R10 softmax of the chosen",
+        config={"top_k": 2, "score_function": "softmax_of_chosen"},
+        logits=[LOG_P, [math.log(3), 0.0, math.log(3), math.log(9)]],
+        ids=[[0, 1], [3, 0]],
+        weights=[[2 / 3, 1 / 3], [0.75, 0.25]],
+        counts=[2, 1, 0, 1],
+        probability_sums=[0.5 + 3 / 16, 0.25 + 1 / 16, 0.15 + 3 / 16, 0.1 + 9 / 16],
+        z_sum=math.log(16) ** 2,
+        num_tokens=2,
+    ),
+    RouteCase(
+        name="softmax of the chosen, whether renormalised or not, with a scale and a masked token",
+        config={"top_k": 2, "score_function": "softmax_of_chosen", "renormalize": False, "route_scale": 3.0},
+        logits=[[9.0, 9.0, 9.0, 9.0], LOG_P],
+        is_real=[False, True],
+        ids=[[-1, -1], [0, 1]],
+        weights=[[0.0, 0.0], [2.0, 1.0]],
+        counts=[1, 1, 0, 0],
+        probability_sums=[0.5, 0.25, 0.15, 0.1],
+    ),
+    RouteCase(
+        # Trained with 8 of 16, now 2: the factor is sqrt(8 / 2) = 2, and it comes on top of the scale.
+        name="trained with another k",
+        config={"top_k": 2, "trained_top_k": 8, "route_scale": 1.5, "renormalize": True},
+        logits=[LOG_P],
+        ids=[[0, 1]],
+        weights=[[2.0, 1.0]],
+        counts=[1, 1, 0, 0],
+        probability_sums=[0.5, 0.25, 0.15, 0.1],
+    ),
+    RouteCase(
+        # Groups (0, 1), (2, 3), (4, 5) by the sum of their two best: .8 + .2, .75 + .6, .9 + .1. The best expert of
+        # all, 4, is in a group that loses.
+        name="groups, one of three",
+        config={"top_k": 2, "score_function": "sigmoid", "renormalize": False, "num_groups": 3, "chosen_groups": 1},
+        logits=[[LN4, -LN4, math.log(3), LN1_5, math.log(9), -math.log(9)]],
+        ids=[[2, 3]],
+        weights=[[0.75, 0.6]],
+        counts=[0, 0, 1, 1, 0, 0],
+        probability_sums=[p / 3.35 for p in (0.8, 0.2, 0.75, 0.6, 0.9, 0.1)],
+        z_sum=math.log(4 + 0.25 + 3 + 1.5 + 9 + 1 / 9) ** 2,
+    ),
+    RouteCase(
+        # The bias of .5 on expert 1 lifts group (0, 1) to .8 + .7; it does not weigh.
+        name="groups, the bias decides between groups too",
+        config={
+            "top_k": 2,
+            "score_function": "sigmoid",
+            "renormalize": False,
+            "num_groups": 3,
+            "chosen_groups": 1,
+            "selection_bias": True,
+        },
+        logits=[[LN4, -LN4, math.log(3), LN1_5, math.log(9), -math.log(9)]],
+        bias=[0.0, 0.5, 0.0, 0.0, 0.0, 0.0],
+        ids=[[0, 1]],
+        weights=[[0.8, 0.2]],
+        counts=[1, 1, 0, 0, 0, 0],
+        probability_sums=[p / 3.35 for p in (0.8, 0.2, 0.75, 0.6, 0.9, 0.1)],
+        z_sum=math.log(4 + 0.25 + 3 + 1.5 + 9 + 1 / 9) ** 2,
+    ),
+    RouteCase(
+        # Room for ceil(1.0 * 3 tokens * 1 / 4) = 1 choice: of .5, .5 and .5 + .1 the heaviest stays.
+        name="capacity drops the lightest, and the counts before and after are kept apart",
+        config={"top_k": 1, "renormalize": False, "capacity_factor": 1.0},
+        logits=[LOG_P, [math.log(p) for p in (0.6, 0.2, 0.1, 0.1)], LOG_P],
+        ids=[[-1], [0], [-1]],
+        weights=[[0.0], [0.6], [0.0]],
+        counts=[1, 0, 0, 0],
+        chosen_counts=[3, 0, 0, 0],
+        probability_sums=[1.6, 0.7, 0.4, 0.3],
+        num_tokens=3,
+    ),
+    RouteCase(
+        name="expert choice: each of two experts takes its two best of four tokens",
+        config={"top_k": 1, "renormalize": False, "selection": "expert_choice"},
+        # Probabilities of expert 0: .9, .8, .7, .6. Expert 1 takes the two with the least of it.
+        logits=[[math.log(9), 0.0], [math.log(4), 0.0], [math.log(7 / 3), 0.0], [math.log(1.5), 0.0]],
+        ids=[[0, -1], [0, -1], [1, -1], [1, -1]],
+        weights=[[0.9, 0.0], [0.8, 0.0], [0.3, 0.0], [0.4, 0.0]],
+        counts=[2, 2],
+        probability_sums=[3.0, 1.0],
+        z_sum=sum(math.log(1 + odds) ** 2 for odds in (9, 4, 7 / 3, 1.5)),
+        num_tokens=4,
     ),
 ]
 
@@ -196,3 +287,32 @@ LOAD_CASES = [
         loss=0.83752,
     ),
 ]
+
+
+def make_router(num_experts: int = 4, d_model: int = 6, top_k: int = 2, seed: int = 0, **options: Any) -> Router:
+    """A router with a random weight of deviation 1."""
+    router = Router(RouterConfig(d_model=d_model, num_experts=num_experts, top_k=top_k, **options))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        router.weight.copy_(torch.randn(router.weight.shape, generator=generator))
+    return router
+
+
+def make_sums(
+    counts: list[int],
+    probability_sums: list[float],
+    num_tokens: int,
+    *,
+    z_sum: float = 0.0,
+    num_dropped: int = 0,
+    num_bad: int = 0,
+) -> LoadSums:
+    """Sums of these numbers."""
+    return LoadSums(
+        counts_E=torch.tensor(counts, dtype=torch.int64),
+        probability_sums_E=torch.tensor(probability_sums, dtype=torch.float64),
+        z_sum=torch.tensor(z_sum, dtype=torch.float64),
+        num_tokens=torch.tensor(num_tokens, dtype=torch.int64),
+        num_dropped=torch.tensor(num_dropped, dtype=torch.int64),
+        num_bad=torch.tensor(num_bad, dtype=torch.int64),
+    )

@@ -1,15 +1,16 @@
+import math
+
 import pytest
 import torch
 from coterie_routing import (
-    BALANCE_SCOPES,
     LoadSums,
-    Router,
     RouterConfig,
     balance_loss,
-    balance_term,
+    entropy_term,
+    load_imbalance,
+    orthogonality_loss,
     route,
-    scoped_balance_term,
-    sequence_balance_term,
+    squared_load_loss,
     z_loss,
     z_term,
 )
@@ -17,22 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from routing import reference
-from routing.cases import LOAD_CASES
+from routing.cases import LOAD_CASES, make_sums
 
 few = settings(deadline=None, max_examples=40)
-
-
-def make_sums(counts, probability_sums, num_tokens):
-    return LoadSums(
-        counts_E=torch.tensor(counts, dtype=torch.int64),
-        probability_sums_E=torch.tensor(probability_sums, dtype=torch.float64),
-        z_sum=torch.zeros((), dtype=torch.float64),
-        num_tokens=torch.tensor(num_tokens, dtype=torch.int64),
-    )
-
-
-def one_hot_logits(experts, num_experts, high=50.0):
-    return high * torch.nn.functional.one_hot(torch.tensor(experts), num_experts).float()
 
 
 @pytest.mark.parametrize("case", LOAD_CASES, ids=lambda case: case.name)
@@ -98,69 +86,6 @@ def test_k_times_ours_is_the_loss_of_hugging_face(make_logits, top_k):
     torch.testing.assert_close(ours_logits.grad, their_logits.grad, rtol=1e-5, atol=1e-7)
 
 
-def test_r1_padding_is_in_no_loss():
-    config = RouterConfig(d_model=1, num_experts=4, top_k=1, renormalize=False)
-    logits_TE = one_hot_logits([0, 1, 2, 3, 0, 0, 0, 0], 4)
-    is_real_T = torch.arange(8) < 4
-    with_mask = balance_loss(route(logits_TE, config, is_real_T=is_real_T).sums, top_k=1)
-    without = balance_loss(route(logits_TE, config).sums, top_k=1)
-    assert with_mask.item() == pytest.approx(1.0, abs=1e-12)
-    assert without.item() == pytest.approx(1.75, abs=1e-12), "the case must see padding when there is no mask"
-    nothing = route(logits_TE, config, is_real_T=torch.zeros(8, dtype=torch.bool)).sums
-    assert balance_loss(nothing, top_k=1).item() == 0
-    assert z_loss(nothing).item() == 0
-
-
-def test_r2_padded_sequences_equal_unpadded_ones(make_logits):
-    config = RouterConfig(d_model=1, num_experts=4, top_k=2)
-    real_BSE = make_logits(8, 4).detach().reshape(2, 4, 4)
-    padding_BSE = torch.tensor([20.0, 0.0, 0.0, 20.0]).expand(2, 4, 4)
-    padded_TE = torch.cat([real_BSE, padding_BSE], dim=1).reshape(16, 4)
-    is_real_T = (torch.arange(16) % 8) < 4
-    short = route(real_BSE.reshape(8, 4), config)
-    long = route(padded_TE, config, is_real_T=is_real_T)
-    assert balance_loss(long.sums, top_k=2).item() == pytest.approx(balance_loss(short.sums, top_k=2).item(), rel=1e-6)
-    assert z_loss(long.sums).item() == pytest.approx(z_loss(short.sums).item(), rel=1e-6)
-    by_sequence = [
-        sequence_balance_term(routing, top_k=2, num_sequences=2, step_tokens=8).item() for routing in (short, long)
-    ]
-    assert by_sequence[1] == pytest.approx(by_sequence[0], rel=1e-6)
-    assert abs(z_loss(route(padded_TE, config).sums).item() - z_loss(short.sums).item()) > 100
-
-
-def test_sequence_term_by_hand():
-    config = RouterConfig(d_model=1, num_experts=2, top_k=1, renormalize=False)
-    # Sequence 0: both tokens on expert 0, loss 2. Sequence 1: one on each, loss 1. The mean is 1.5; over the whole
-    # micro-batch f = P = (3/4, 1/4) and the loss is 2 * (9/16 + 1/16) = 1.25.
-    routing = route(one_hot_logits([0, 0, 0, 1], 2), config)
-    term = sequence_balance_term(routing, top_k=1, num_sequences=2, step_tokens=4)
-    assert term.item() == pytest.approx(1.5, abs=1e-12)
-    assert balance_loss(routing.sums, top_k=1).item() == pytest.approx(1.25, abs=1e-12)
-    # With the last token masked, sequence 1 has one token and loss 2, and each sequence weighs as many as it has.
-    routing = route(one_hot_logits([0, 1, 0, 1], 2), config, is_real_T=torch.tensor([True, True, True, False]))
-    term = sequence_balance_term(routing, top_k=1, num_sequences=2, step_tokens=3)
-    assert term.item() == pytest.approx((2 * 1 + 1 * 2) / 3, abs=1e-12)
-
-
-@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
-def test_sequence_term_and_gradient_equal_a_loop_over_sequences(make_logits, score_function):
-    config = RouterConfig(d_model=1, num_experts=5, top_k=2, score_function=score_function)
-    logits_TE = make_logits(12, 5, dtype=torch.float64)
-    is_real_T = torch.tensor([True] * 5 + [False, True, True] + [True, False, False, False])  # 4, 3 and 1 real
-    routing = route(logits_TE, config, is_real_T=is_real_T)
-    term = sequence_balance_term(routing, top_k=2, num_sequences=3, step_tokens=20)
-    expected = sum(
-        reference.loop_balance_loss(routing.scores_TE[start : start + 4], routing.ids_TK[start : start + 4])
-        * is_real_T[start : start + 4].sum()
-        / 20
-        for start in (0, 4, 8)
-    )
-    assert term.item() == pytest.approx(expected.item(), rel=1e-13)
-    (gradient,) = torch.autograd.grad(term, logits_TE, retain_graph=True)
-    (expected_gradient,) = torch.autograd.grad(expected, logits_TE)
-    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-11, atol=1e-14)
-
-
 def test_z_loss_and_its_gradient_by_formula(make_logits):
     logits_TE = make_logits(6, 4, dtype=torch.float64)
     is_real_T = torch.tensor([True, True, False, True, True, True])
@@ -175,188 +100,203 @@ def test_z_loss_and_its_gradient_by_formula(make_logits):
 def test_the_load_that_prices_gets_no_gradient(make_logits):
     sums = route(make_logits(6, 4), RouterConfig(d_model=1, num_experts=4, top_k=2)).sums
     load_E = torch.tensor([0.4, 0.3, 0.2, 0.1]).requires_grad_()
-    balance_term(sums, top_k=2, load_fraction_E=load_E, step_tokens=6).backward()
+    balance_loss(sums, top_k=2, load_E=load_E).backward()
     assert load_E.grad is None
 
 
-@few
-@given(
-    st.lists(st.integers(0, 9), min_size=1, max_size=5),
-    st.integers(2, 7),
-    st.sampled_from(["softmax", "sigmoid"]),
-    st.integers(0, 2**16),
-    st.data(),
-)
-def test_step_terms_give_the_same_gradient_for_any_split(sizes, num_experts, score_function, seed, data):
-    tokens = sum(sizes)
-    top_k = data.draw(st.integers(2, num_experts))
-    generator = torch.Generator().manual_seed(seed)
-    logits_TE = torch.randn(tokens, num_experts, generator=generator, dtype=torch.float64).requires_grad_()
-    is_real_T = torch.rand(tokens, generator=generator) < 0.8
-    previous_E = torch.randint(0, 50, (num_experts,), generator=generator)
-    config = RouterConfig(d_model=1, num_experts=num_experts, top_k=top_k, score_function=score_function)
-    step_tokens = is_real_T.sum()
-
-    def terms(logits_TE, is_real_T):
-        sums = route(logits_TE, config, is_real_T=is_real_T).sums
-        balance = balance_term(sums, top_k=top_k, load_fraction_E=previous_E, step_tokens=step_tokens)
-        return balance + 0.1 * z_term(sums, step_tokens)
-
-    whole = terms(logits_TE, is_real_T)
-    parts = zip(logits_TE.split(sizes), is_real_T.split(sizes), strict=True)
-    split = torch.stack([terms(*part) for part in parts]).sum()
-    assert split.item() == pytest.approx(whole.item(), rel=1e-13, abs=1e-300)
-    (expected,) = torch.autograd.grad(whole, logits_TE)
-    (gradient,) = torch.autograd.grad(split, logits_TE)
-    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-15)
-
-
-@few
-@given(
-    st.lists(st.integers(1, 3), min_size=1, max_size=4),
-    st.integers(1, 5),
-    st.sampled_from(["softmax", "sigmoid"]),
-    st.integers(0, 2**16),
-)
-def test_r8_sequence_terms_give_the_same_gradient_for_any_split_into_whole_sequences(
-    sequences, length, score_function, seed
-):
-    tokens = sum(sequences) * length
-    generator = torch.Generator().manual_seed(seed)
-    logits_TE = torch.randn(tokens, 4, generator=generator, dtype=torch.float64).requires_grad_()
-    is_real_T = torch.rand(tokens, generator=generator) < 0.8
-    config = RouterConfig(d_model=1, num_experts=4, top_k=2, score_function=score_function)
-    step_tokens = is_real_T.sum()
-
-    def term(logits_TE, is_real_T, num_sequences):
-        routing = route(logits_TE, config, is_real_T=is_real_T)
-        return sequence_balance_term(routing, top_k=2, num_sequences=num_sequences, step_tokens=step_tokens)
-
-    whole = term(logits_TE, is_real_T, sum(sequences))
-    sizes = [number * length for number in sequences]
-    parts = zip(logits_TE.split(sizes), is_real_T.split(sizes), sequences, strict=True)
-    split = torch.stack([term(*part) for part in parts]).sum()
-    assert split.item() == pytest.approx(whole.item(), rel=1e-13, abs=1e-300)
-    (expected,) = torch.autograd.grad(whole, logits_TE)
-    (gradient,) = torch.autograd.grad(split, logits_TE)
-    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-15)
-
-
-@pytest.mark.parametrize("scope", ["sequence", "step"])
-def test_r5_r6_r8_the_balance_gradient_is_there_and_equal_for_1_2_and_4_parts(scope):
-    router = Router(RouterConfig(d_model=5, num_experts=4, top_k=2))
-    x_TD = torch.randn(24, 5, generator=torch.Generator().manual_seed(3))  # Four sequences of six tokens.
-
-    def gradient(parts):
-        terms = [
-            scoped_balance_term(
-                scope,
-                router(part_TD),
-                top_k=2,
-                step_tokens=24,
-                num_sequences=4 // parts,
-                load_fraction_E=torch.tensor([9, 3, 2, 2]),
-            )
-            for part_TD in x_TD.chunk(parts)
-        ]
-        return torch.autograd.grad(torch.stack(terms).sum(), router.weight)[0]
-
-    whole = gradient(1)
-    assert whole.abs().max().item() > 1e-3
-    for parts in (2, 4):
-        torch.testing.assert_close(gradient(parts), whole, rtol=1e-6, atol=1e-8)
-
-
-def test_the_micro_batch_scope_depends_on_the_split_as_its_docstring_says(make_logits):
-    config = RouterConfig(d_model=1, num_experts=4, top_k=1, renormalize=False)
-    logits_TE = one_hot_logits([0, 0, 1, 1], 4, high=2.0).requires_grad_()
-
-    def gradient(parts):
-        terms = [
-            scoped_balance_term(
-                "micro_batch",
-                route(part_TE, config),
-                top_k=1,
-                step_tokens=4,
-                num_sequences=1,
-                load_fraction_E=None,
-            )
-            for part_TE in logits_TE.chunk(parts)
-        ]
-        return torch.autograd.grad(torch.stack(terms).sum(), logits_TE)[0]
-
-    assert (gradient(1) - gradient(2)).abs().max().item() > 1e-2
-
-
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
-def test_scopes_agree_where_they_must(make_logits, score_function):
-    config = RouterConfig(d_model=1, num_experts=4, top_k=2, score_function=score_function)
-    routing = route(make_logits(12, 4), config)
-    one_sequence = [
-        scoped_balance_term(
-            scope,
-            routing,
-            top_k=2,
-            step_tokens=12,
-            num_sequences=1,
-            load_fraction_E=routing.counts_E,
-        ).item()
-        for scope in BALANCE_SCOPES
-    ]
-    assert one_sequence == pytest.approx([balance_loss(routing.sums, top_k=2).item()] * 3, rel=1e-6)
-
-
-@pytest.mark.parametrize("load", [None, torch.zeros(4)], ids=["none", "all zero"])
-def test_the_first_step_prices_with_an_even_load(make_logits, load):
-    logits_TE = make_logits(12, 4, dtype=torch.float64)
-    sums = route(logits_TE, RouterConfig(d_model=1, num_experts=4, top_k=2)).sums
-    term = balance_term(sums, top_k=2, load_fraction_E=load, step_tokens=48)
-    assert term.item() == pytest.approx(12 / 48, rel=1e-14)
-    (gradient,) = torch.autograd.grad(term, logits_TE)
-    assert gradient.abs().max().item() < 1e-17
-
-
-@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
-def test_gradcheck_of_every_loss_in_fp64(make_logits, score_function):
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradcheck_of_every_loss_in_fp64(make_logits, score_function, masked):
     config = RouterConfig(d_model=1, num_experts=5, top_k=2, score_function=score_function)
-    is_real_T = torch.tensor([True, False, True, True, True, True])
+    is_real_T = torch.tensor([True, False, True, True, True, True]) if masked else None
 
     def losses(logits_TE):
         routing = route(logits_TE, config, is_real_T=is_real_T)
         return (
             balance_loss(routing.sums, top_k=2),
             balance_loss(routing.sums, top_k=2, load_E=torch.tensor([4, 0, 1, 2, 3])),
-            sequence_balance_term(routing, top_k=2, num_sequences=2, step_tokens=5),
             z_loss(routing.sums),
+            z_term(routing.sums, 9),
+            entropy_term(routing, 5),
         )
 
     assert torch.autograd.gradcheck(losses, make_logits(6, 5, dtype=torch.float64))
 
 
-def test_no_tokens_in_the_step_give_zero_not_nan():
-    sums = LoadSums.zero(3)
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid", "softmax_of_chosen"])
+def test_entropy_and_its_gradient_by_formula(make_logits, score_function):
+    config = RouterConfig(d_model=1, num_experts=5, top_k=2, score_function=score_function)
+    logits_TE = make_logits(7, 5, dtype=torch.float64)
+    is_real_T = torch.tensor([True, True, False, True, True, False, True])
+    term = entropy_term(route(logits_TE, config, is_real_T=is_real_T), 12)
+    expected = logits_TE.new_zeros(())
+    for token in is_real_T.nonzero().flatten().tolist():
+        scores_E = logits_TE[token].sigmoid() if score_function == "sigmoid" else logits_TE[token].exp()
+        probabilities_E = scores_E / scores_E.sum()
+        expected = expected - (probabilities_E * probabilities_E.log()).sum() / 12
+    assert term.item() == pytest.approx(expected.item(), rel=1e-13)
+    torch.testing.assert_close(
+        torch.autograd.grad(term, logits_TE)[0], torch.autograd.grad(expected, logits_TE)[0], rtol=1e-11, atol=1e-15
+    )
+
+
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    ("logits", "expected"),
+    # In the second all scores but one underflow to 0 in fp32, and 0 * log 0 is 0.
+    [([-7.0] * 8, math.log(8)), ([-600.0, -600.0, 0.0] + [-600.0] * 5, 0.0)],
+    ids=["even", "one"],
+)
+def test_entropy_runs_from_0_to_log_e_with_gradients_that_stay_finite(score_function, logits, expected):
+    logits_TE = torch.tensor([logits] * 3).requires_grad_()
+    config = RouterConfig(d_model=1, num_experts=8, top_k=2, score_function=score_function)
+    term = entropy_term(route(logits_TE, config), 3)
+    assert term.item() == pytest.approx(expected, abs=1e-6)
+    assert torch.autograd.grad(term, logits_TE)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("low", [-60.0, -90.0, -120.0, -1000.0])
+def test_entropy_of_sigmoids_that_underflow_is_that_of_their_shares(low):
+    config = RouterConfig(d_model=1, num_experts=3, top_k=2, score_function="sigmoid")
+    logits_TE = (low + torch.tensor([[math.log(4), math.log(2), math.log(2)]])).requires_grad_()
+    term = entropy_term(route(logits_TE, config), 1)
+    # Shares 1/2, 1/4, 1/4: 1.5 bits.
+    assert term.item() == pytest.approx(1.5 * math.log(2), rel=1e-4)
+    (gradient,) = torch.autograd.grad(term, logits_TE)
+    # -p_i (log p_i + H)
+    assert gradient[0].tolist() == pytest.approx([-math.log(2) / 4, math.log(2) / 8, math.log(2) / 8], abs=1e-4)
+
+
+def test_entropy_adds_up_over_any_split(make_logits):
+    config = RouterConfig(d_model=1, num_experts=4, top_k=2)
+    logits_TE = make_logits(10, 4, dtype=torch.float64)
+    whole = entropy_term(route(logits_TE, config), 10)
+    split = sum(entropy_term(route(part_TE, config), 10) for part_TE in logits_TE.split([3, 0, 6, 1]))
+    assert split.item() == pytest.approx(whole.item(), rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([[1, 0, 0], [0, 2, 0], [0, 0, 0.5]], 0.0),
+        ([[1, 1], [2, 2], [-3, -3]], 1.0),
+        ([[1, 0], [1, 1]], 0.5),  # one pair at 45 degrees
+        ([[1, 0, 0], [1, 1, 0], [0, 0, 1]], 1 / 6),  # two of the six ordered pairs have 1/2
+        ([[3, 4]], 0.0),
+        ([[0, 0], [1, 1]], 0.0),
+    ],
+    ids=["orthogonal", "parallel", "45 degrees", "one pair of three", "one expert", "a row of zeros"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_orthogonality_by_hand(rows, expected, dtype):
+    weight_ED = torch.tensor(rows, dtype=dtype).requires_grad_()
+    loss = orthogonality_loss(weight_ED)
+    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert loss.item() == pytest.approx(expected, abs=1e-6)
+    (gradient,) = torch.autograd.grad(loss, weight_ED)
+    assert gradient.dtype == dtype
+    assert gradient.isfinite().all()
+
+
+def test_orthogonality_equals_a_loop_over_pairs_with_its_gradient():
+    weight_ED = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    cosines = [
+        torch.nn.functional.cosine_similarity(weight_ED[i], weight_ED[j], dim=0) ** 2
+        for i in range(5)
+        for j in range(5)
+        if i != j
+    ]
+    expected = torch.stack(cosines).mean()
+    loss = orthogonality_loss(weight_ED)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-13)
+    torch.testing.assert_close(
+        torch.autograd.grad(loss, weight_ED)[0], torch.autograd.grad(expected, weight_ED)[0], rtol=1e-10, atol=1e-14
+    )
+    assert torch.autograd.gradcheck(orthogonality_loss, weight_ED)
+
+
+def test_orthogonality_does_not_see_the_length_of_a_row():
+    weight_ED = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    scaled_ED = weight_ED * torch.tensor([1e-3, 2.0, 50.0, 1.0, 7.0, 0.1], dtype=torch.float64)[:, None]
+    assert orthogonality_loss(scaled_ED).item() == pytest.approx(orthogonality_loss(weight_ED).item(), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [
+        ([5, 5, 5], 1.0),
+        ([700, 100, 100, 100], 2.08),  # 4 * (0.7^2 + 3 * 0.1^2)
+        ([9, 0, 0], 3.0),
+        ([3, 1], 1.25),
+        ([0, 0, 0], 0.0),
+        ([7], 1.0),
+        ([2**40, 2**40], 1.0),
+        ([[1, 1], [2, 0], [0, 0]], [1.0, 2.0, 0.0]),
+        ([0.25, 0.25], 1.0),  # fractions that do not sum to 1 are a load too
+        ([0.05, 0.0], 2.0),
+    ],
+    ids=str,
+)
+def test_squared_load_by_hand(counts, expected):
+    loss = squared_load_loss(torch.tensor(counts))
+    assert loss.dtype == torch.float64
+    assert loss.tolist() == pytest.approx(expected, rel=1e-14)
+
+
+@few
+@given(st.lists(st.integers(0, 10**9), min_size=1, max_size=12))
+def test_squared_load_is_lowest_only_where_the_load_is_even(counts):
+    loss = squared_load_loss(torch.tensor(counts, dtype=torch.int64)).item()
+    if sum(counts) == 0:
+        assert loss == 0
+        return
+    assert loss == pytest.approx(reference.squared_load(counts), rel=1e-12)
+    if len(set(counts)) == 1:
+        assert loss == pytest.approx(1.0, rel=1e-15 * len(counts))
+    # Exactly, in integers: E * sum c^2 is above (sum c)^2 unless all are equal; fp64 sees a difference of 1 in 10^9.
+    squares, square = len(counts) * sum(count**2 for count in counts), sum(counts) ** 2
+    assert (squares > square) == (len(set(counts)) > 1)
+    assert loss == pytest.approx(squares / square, rel=1e-14)
+    assert loss <= len(counts) * (1 + 1e-14)
+
+
+def test_a_load_that_is_off_by_one_choice_costs_more_than_an_even_one():
+    even, off = squared_load_loss(torch.tensor([[10**6] * 4, [10**6 + 1, 10**6 - 1, 10**6, 10**6]])).tolist()
+    assert even == 1.0
+    assert off > 1.0
+
+
+def test_gerrymandering_lowers_the_dot_product_loss_and_not_the_squared_load():
+    """700 tokens won by a hair and 300 clear ones: the score improves below 1 while the load is far from even."""
+    hair = torch.tensor([[0.26, 0.2475, 0.2475, 0.245]]).expand(700, 4)
+    clear = torch.full((300, 4), 0.001).scatter(1, (torch.arange(300) % 3 + 1)[:, None], 0.997)
+    config = RouterConfig(d_model=1, num_experts=4, top_k=1, renormalize=False)
+    sums = route(torch.cat([hair, clear]).log(), config).sums
+    assert sums.counts_E.tolist() == [700, 100, 100, 100]
+    assert balance_loss(sums, top_k=1).item() == pytest.approx(0.83752, abs=1e-6)
+    assert squared_load_loss(sums.counts_E).item() == pytest.approx(2.08, rel=1e-14)
+    assert load_imbalance(sums.counts_E).item() == pytest.approx(2.8, rel=1e-14)
+
+
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_no_tokens_in_the_step_give_zero_and_a_gradient_of_zero(score_function, tokens):
+    config = RouterConfig(d_model=1, num_experts=3, top_k=2, score_function=score_function)
+    logits_TE = torch.full((tokens, 3), float("nan")).requires_grad_()
+    routing = route(logits_TE, config, is_real_T=torch.zeros(tokens, dtype=torch.bool))
     for nothing in (0, torch.tensor(0)):
-        assert balance_term(sums, top_k=1, load_fraction_E=None, step_tokens=nothing).item() == 0
-        assert z_term(sums, nothing).item() == 0
-    empty = route(torch.zeros(0, 3), RouterConfig(d_model=1, num_experts=3, top_k=2))
-    assert sequence_balance_term(empty, top_k=2, num_sequences=4, step_tokens=0).item() == 0
+        for loss in (
+            balance_loss(routing.sums, top_k=2),
+            z_loss(routing.sums),
+            z_term(routing.sums, nothing),
+            entropy_term(routing, nothing),
+        ):
+            assert loss.item() == 0
+            (gradient,) = torch.autograd.grad(loss, logits_TE, retain_graph=True)
+            assert gradient.eq(0).all()
+    assert balance_loss(LoadSums.zero(3), top_k=1).item() == 0
 
 
-def test_r28_a_loss_leaves_no_graph_behind(make_logits):
-    router = Router(RouterConfig(d_model=5, num_experts=4, top_k=2, selection_bias=True))
-    routing = router(torch.randn(6, 5))
-    (balance_loss(routing.sums, top_k=2) + z_loss(routing.sums)).backward()
-    held = [name for name, value in vars(router).items() if isinstance(value, torch.Tensor)]
-    assert held == []
-    assert not router.selection_bias.requires_grad
-    assert router.weight.grad_fn is None
-
-
-def test_unknown_scope_and_wrong_shapes_are_refused(make_logits):
-    routing = route(make_logits(6, 4), RouterConfig(d_model=1, num_experts=4, top_k=2))
-    with pytest.raises(ValueError, match=r"balance scope \('batch'\) must be one of: sequence, micro_batch, step"):
-        scoped_balance_term("batch", routing, top_k=2, step_tokens=6, num_sequences=1, load_fraction_E=None)
-    with pytest.raises(ValueError, match="6 tokens cannot be 4 sequences"):
-        sequence_balance_term(routing, top_k=2, num_sequences=4, step_tokens=6)
-    with pytest.raises(ValueError, match=r"load of 4 experts, got shape \(1,\)"):
-        balance_term(routing.sums, top_k=2, load_fraction_E=torch.ones(1), step_tokens=6)
+def test_a_load_of_another_shape_is_refused():
+    with pytest.raises(ValueError, match=r"expected a load of shape \(4,\), got \(1,\)"):
+        balance_loss(LoadSums.zero(4), top_k=2, load_E=torch.ones(1))
