@@ -144,12 +144,12 @@ ROUTE_CASES = [
         probability_sums=[0.5, 0.25, 0.15, 0.1],
     ),
     RouteCase(
-        # Trained with 8 of 16, now 2: the factor is sqrt(8 / 2) = 2, and it comes on top of the scale.
+        # Trained with 8, now 2: the factor is sqrt(8 / 2) = 2, and it comes on top of the scale.
         name="trained with another k",
-        config={"top_k": 2, "trained_top_k": 8, "route_scale": 1.5, "renormalize": True},
+        config={"top_k": 2, "trained_top_k": 8, "route_scale": 1.5, "renormalize": False},
         logits=[LOG_P],
         ids=[[0, 1]],
-        weights=[[2.0, 1.0]],
+        weights=[[1.5, 0.75]],
         counts=[1, 1, 0, 0],
         probability_sums=[0.5, 0.25, 0.15, 0.1],
     ),

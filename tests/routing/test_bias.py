@@ -1,5 +1,3 @@
-import dataclasses
-
 import pytest
 import torch
 from coterie_routing import (
@@ -216,7 +214,7 @@ def test_histograms_hold_what_each_token_asks_for_by_hand():
     # One token with sigmoids .81 and .6 of two experts: it chose 0, so the threshold is .6. Expert 0 would have needed
     # more than .6 - .81, expert 1 more than .6 - .6. Of 10 bins from -1 to 1 these are in bins 3 and 5.
     config = RouterConfig(d_model=1, num_experts=2, top_k=1, renormalize=False, score_function="sigmoid")
-    routing = route(torch.logit(torch.tensor([[0.81, 0.6]])), dataclasses.replace(config, selection_bias=True))
+    routing = route(torch.logit(torch.tensor([[0.81, 0.6]])), config)
     required = required_bias(routing, torch.zeros(2), num_bins=10)
     assert required.low.item() == -1
     assert required.high.item() == 1

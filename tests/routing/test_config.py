@@ -151,7 +151,7 @@ def test_a_sentence_with_what_would_work_holds_when_it_is_followed():
     ("rule", "text"),
     [
         (BiasRule(kind="signed"), "bias rule ('signed') must be one of: sign, proportional, quantile"),
-        (BiasRule(kind="sign", rate=0.0), "bias rate (0.0) must be a finite number above 0; usual: 0.001"),
+        (BiasRule(kind="sign", rate=0.0), "bias rate (0.0) must be a finite number above 0, or None; usual: 0.001"),
         (BiasRule(kind="sign", rate=float("nan")), "bias rate (nan) must be a finite number above 0"),
         (BiasRule(kind="sign", rate=float("inf")), "bias rate (inf) must be a finite number above 0"),
         (

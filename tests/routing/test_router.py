@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 from coterie_routing import Router, RouterConfig, balance_loss, route, z_loss
@@ -66,7 +68,8 @@ def test_sigmoid_and_bias_parity_with_hugging_face(make_logits, renormalize, sca
     ours = route(ours_logits, config, selection_bias_E=bias_E)
     ids_TK, weights_TK, scores_TE = reference.sigmoid_router(their_logits, bias_E, 4, renormalize, scale)
     assert torch.equal(ours.ids_TK, ids_TK)
-    assert not torch.equal(ours.ids_TK, route(ours_logits, config).ids_TK)
+    without = dataclasses.replace(config, selection_bias=False)
+    assert not torch.equal(ours.ids_TK, route(ours_logits, without).ids_TK)
     assert torch.equal(ours.weights_TK, weights_TK)
     assert torch.equal(ours.scores_TE, scores_TE)
     ours.weights_TK.square().sum().backward()
@@ -238,8 +241,13 @@ def test_wrong_shapes_are_refused_with_both_numbers():
         router(torch.zeros(3, 5))
     with pytest.raises(ValueError, match=r"\(T, 4\), got \(3, 5\)"):
         route(torch.zeros(3, 5), router.config)
+    biased = dataclasses.replace(router.config, selection_bias=True)
     with pytest.raises(ValueError, match=r"\(4,\), got \(1,\)"):
-        route(torch.zeros(3, 4), router.config, selection_bias_E=torch.zeros(1))
+        route(torch.zeros(3, 4), biased, selection_bias_E=torch.zeros(1))
+    with pytest.raises(ValueError, match="selection_bias = True, but none was given"):
+        route(torch.zeros(3, 4), biased)
+    with pytest.raises(ValueError, match="selection_bias = False, but one was given"):
+        route(torch.zeros(3, 4), router.config, selection_bias_E=torch.zeros(4))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -31,12 +32,16 @@ def test_softmax_of_the_chosen_is_the_renormalised_softmax_and_the_form_of_gpt_o
 
 
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid", "softmax_of_chosen"])
+@pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize(("top_k", "trained_top_k"), [(2, 2), (2, 6), (6, 2), (3, 1)])
-def test_another_k_than_the_trained_one_scales_by_the_square_root(make_logits, score_function, top_k, trained_top_k):
-    config = RouterConfig(d_model=1, num_experts=8, top_k=top_k, score_function=score_function, route_scale=1.7)
+def test_another_k_than_the_trained_one_scales_by_the_square_root(
+    make_logits, score_function, renormalize, top_k, trained_top_k
+):
+    options = dict(score_function=score_function, renormalize=renormalize, route_scale=1.7)
+    config = RouterConfig(d_model=1, num_experts=8, top_k=top_k, **options)
     plain = route(make_logits(20, 8), config)
     scaled = route(make_logits(20, 8), dataclasses.replace(config, trained_top_k=trained_top_k))
-    factor = (trained_top_k / top_k) ** 0.5
+    factor = (trained_top_k / top_k) ** (-0.5 if renormalize or score_function == "softmax_of_chosen" else 0.5)
     torch.testing.assert_close(scaled.weights_TK, plain.weights_TK * factor, rtol=1e-6, atol=0)
     assert torch.equal(scaled.ids_TK, plain.ids_TK)
     assert torch.equal(scaled.scores_TE, plain.scores_TE)
@@ -47,8 +52,8 @@ def test_the_square_root_keeps_the_size_of_a_sum_of_independent_outputs():
     """The reason of the formula: K outputs of variance 1 with the same weight sum to a variance of K."""
     outputs_NK = torch.randn(20000, 8, generator=torch.Generator().manual_seed(0))
     trained = (outputs_NK / 8).sum(1).std().item()
-    for top_k in (2, 4):
-        config = RouterConfig(d_model=1, num_experts=8, top_k=top_k, trained_top_k=8, renormalize=False)
+    for top_k, renormalize in itertools.product((2, 4), (False, True)):
+        config = RouterConfig(d_model=1, num_experts=8, top_k=top_k, trained_top_k=8, renormalize=renormalize)
         weights_K = route(torch.zeros(1, 8), config).weights_TK[0]
         assert (outputs_NK[:, :top_k] @ weights_K).std().item() == pytest.approx(trained, rel=0.03)
 

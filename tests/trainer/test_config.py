@@ -109,7 +109,7 @@ def test_what_is_left_out_has_its_default(minimal):
             balance_scope="step",
             z_coefficient=0.001,
             bias_rule=None,
-            bias_rate=0.001,
+            bias_rate=None,
             assignment=None,
             assignment_exponent=1.0,
             assignment_hot_share=0.1,

@@ -40,6 +40,8 @@ class Assignment:
         found = []
         if self.kind not in ASSIGNMENTS:
             found.append(f"assignment kind ({self.kind!r}) must be one of: {', '.join(ASSIGNMENTS)}")
+        if not -(2**63) <= self.seed < 2**63:
+            found.append(f"assignment seed ({self.seed}) must fit into 64 bits; 0 to 2^63 - 1 works")
         if not (math.isfinite(self.exponent) and self.exponent >= 0):
             found.append(f"assignment exponent ({self.exponent}) must be a finite number of at least 0; usual: 1.0")
         if self.kind == "hot" and not 0 <= self.hot_share <= 1 / top_k:

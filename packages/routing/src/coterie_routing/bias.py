@@ -29,20 +29,25 @@ class BiasRule:
             the error made independent of the size of the batch). "quantile" sets each bias to what would have given
             its expert an even load in this step (Kimi K3 technical report, section 2.3.3), mixed into the old bias
             with weight `rate`.
-        rate: Above 0. 0.001 is usual for "sign", 1.0 for "quantile".
+        rate: Above 0; None takes what is usual: 0.001, and 1.0 for "quantile".
     """
 
     kind: Literal["sign", "proportional", "quantile"]
-    rate: float = 0.001
+    rate: float | None = None
+
+    @property
+    def step(self) -> float:
+        """The rate, with None resolved."""
+        return (1.0 if self.kind == "quantile" else 0.001) if self.rate is None else self.rate
 
     def problems(self) -> list[str]:
         """Return one sentence for each fault; an empty list means a good rule."""
         found = []
         if self.kind not in BIAS_RULES:
             found.append(f"bias rule ({self.kind!r}) must be one of: {', '.join(BIAS_RULES)}")
-        if not (math.isfinite(self.rate) and self.rate > 0):
-            found.append(f"bias rate ({self.rate}) must be a finite number above 0; usual: 0.001")
-        if self.kind == "quantile" and self.rate > 1:
+        if not (math.isfinite(self.step) and self.step > 0):
+            found.append(f"bias rate ({self.rate}) must be a finite number above 0, or None; usual: 0.001")
+        if self.kind == "quantile" and self.step > 1:
             found.append(f"bias rate ({self.rate}) must be at most 1 with the rule quantile; 1.0 forgets the old bias")
         return found
 
@@ -73,7 +78,7 @@ def updated_bias(bias_E: Tensor, counts_E: Tensor, rule: BiasRule) -> Tensor:
     # In integers, E times the error: bf16 counts, or a mean rounded to fp32, can turn the sign.
     error_E = total - counts_E * bias_E.shape[-1]
     step_E = error_E.sign().double() if rule.kind == "sign" else error_E.double() / total.clamp_min(1)
-    moved_E = bias_E.double() + rule.rate * step_E
+    moved_E = bias_E.double() + rule.step * step_E
     return torch.where(total > 0, _centred(moved_E), bias_E.double()).float()
 
 
@@ -156,7 +161,7 @@ def quantile_bias(bias_E: Tensor, required: RequiredBias, rule: BiasRule, *, top
     place_E = (bin_E1 + (target_E1 - before_E1) / inside_E1.clamp_min(1)).squeeze(1)
     low, high = required.low.double(), required.high.double()
     asked_E = _centred(low + (high - low) * place_E / num_bins)
-    mixed_E = (1 - rule.rate) * bias_E.double() + rule.rate * asked_E
+    mixed_E = (1 - rule.step) * bias_E.double() + rule.step * asked_E
     return torch.where(num_tokens_E > 0, _centred(mixed_E), bias_E.double()).float()
 
 

@@ -28,9 +28,9 @@ class RouterConfig:
         renormalize: Divide the K chosen scores of a token by their sum. False keeps them as they are. The softmax of
             the chosen sums to 1 either way.
         route_scale: Factor on the weights, after the renormalisation.
-        trained_top_k: K with which the model was trained, if it is not the K of now: the weights are multiplied by
-            sqrt(trained_top_k / top_k), as in OLMo-core. Where a weight's size does not depend on K (`renormalize`
-            False), this keeps the size of a sum of K outputs that are as good as independent.
+        trained_top_k: K with which the model was trained, if it is not the K of now. The weights are scaled so that the
+            sum of K outputs that are as good as independent keeps its size: by sqrt(trained_top_k / top_k) where a
+            weight does not depend on K, and by the inverse where the weights of a token sum to a constant.
         num_groups: Number of groups of neighbouring experts, for a selection that is limited to some of them
             (DeepSeek-V3, arXiv:2412.19437). 1 means no groups.
         chosen_groups: Number of groups in which a token may choose: those with the largest sum of their two best
@@ -66,7 +66,10 @@ class RouterConfig:
     @property
     def weight_scale(self) -> float:
         """The factor on every weight: `route_scale`, times the correction for another K than the trained one."""
-        return self.route_scale * math.sqrt((self.trained_top_k or self.top_k) / self.top_k)
+        ratio = math.sqrt((self.trained_top_k or self.top_k) / self.top_k)
+        # K independent outputs of size 1 add up to sqrt(K), and with weights of 1 / K to 1 / sqrt(K).
+        sums_to_constant = self.renormalize or self.score_function == "softmax_of_chosen"
+        return self.route_scale * (1 / ratio if sums_to_constant else ratio)
 
     def problems(self) -> list[str]:
         """Return one sentence for each fault, with values that would work; an empty list means a good config."""

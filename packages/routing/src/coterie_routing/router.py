@@ -225,7 +225,7 @@ def route(
     Args:
         logits_TE: (T, E), fp32 or fp64.
         config: Its `d_model`, `jitter` and `backend` are not used here.
-        selection_bias_E: (E), added to the scores for the selection only.
+        selection_bias_E: (E), added to the scores for the selection only; given if and only if the config asks for it.
         is_real_T: Bool (T), as in `Router.forward`.
         memo: As in `Router.forward`.
 
@@ -360,6 +360,9 @@ def _check_mask(is_real_T: Tensor, rows: Tensor) -> None:
 def _check_logits(logits_TE: Tensor, config: RouterConfig, selection_bias_E: Tensor | None) -> None:
     if logits_TE.dim() != 2 or logits_TE.shape[1] != config.num_experts:
         raise ValueError(f"expected logits of shape (T, {config.num_experts}), got {tuple(logits_TE.shape)}")
+    if (selection_bias_E is not None) != config.selection_bias:
+        given = "none was" if selection_bias_E is None else "one was"
+        raise ValueError(f"the config says selection_bias = {config.selection_bias}, but {given} given")
     if selection_bias_E is not None and selection_bias_E.shape != (config.num_experts,):
         raise ValueError(
             f"expected a selection bias of shape ({config.num_experts},), got {tuple(selection_bias_E.shape)}"

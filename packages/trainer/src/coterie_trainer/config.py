@@ -222,7 +222,7 @@ class TrainConfig:
     balance_scope: Literal["sequence", "micro_batch", "data_parallel", "step"] = "step"
     z_coefficient: float = 0.001
     bias_rule: Literal["sign", "proportional", "quantile"] | None = None
-    bias_rate: float = 0.001
+    bias_rate: float | None = None
     assignment: Literal["uniform", "random", "zipf", "hot"] | None = None
     assignment_exponent: float = 1.0
     assignment_hot_share: float = 0.1
