@@ -16,6 +16,7 @@ from coterie_experts import (
     load_views,
     per_expert_views,
 )
+from coterie_experts.grouped_swiglu import triton_native
 from torch import Tensor
 
 CPU = torch.device("cpu")
@@ -31,7 +32,7 @@ def test_config_reports_every_problem() -> None:
     assert bad.problems() == [
         "d_model (0) must be at least 1",
         "num_experts (-1) must be at least 1",
-        "backend ('cuda') must be one of auto, reference, torch",
+        "backend ('cuda') must be one of auto, reference, torch, triton",
     ]
     with pytest.raises(ValueError, match=r"d_model \(0\).*\n.*num_experts \(-1\).*\n.*backend"):
         GroupedExperts(bad)
@@ -70,8 +71,8 @@ def test_named_back_end_on_another_device_or_unknown() -> None:
         choose_backend("torch", device=torch.device("xpu"), **sizes)
     with pytest.raises(ValueError, match=r"it runs torch\.bfloat16 on cuda, not torch\.float32"):
         choose_backend("torch", device=torch.device("cuda"), **sizes)
-    with pytest.raises(ValueError, match="must be one of auto, reference, torch"):
-        choose_backend("triton", device=CPU, **sizes)
+    with pytest.raises(ValueError, match="must be one of auto, reference, torch, triton"):
+        choose_backend("tilelang", device=CPU, **sizes)
 
 
 @pytest.mark.parametrize(("capability", "runs"), [((8, 0), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)])
@@ -80,6 +81,7 @@ def test_gpus_where_grouped_mm_reads_the_offsets_on_the_host(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "This GPU")
+    monkeypatch.setattr(triton_native, "obstacle", lambda **sizes: "not here")
     choice = choose_backend("auto", d_model=16, d_hidden=8, dtype=torch.bfloat16, device=torch.device("cuda"))
     assert choice.name == ("torch" if runs else "reference")
     assert runs or choice.reason == "'torch' cannot run: it needs compute capability 9 or 10, which This GPU has not"

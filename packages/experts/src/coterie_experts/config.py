@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 __all__ = ["Backend", "BACKENDS", "ExpertsConfig"]
 
-Backend = Literal["auto", "reference", "torch"]
+Backend = Literal["auto", "reference", "torch", "triton"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 
 
@@ -17,8 +17,9 @@ class ExpertsConfig:
         d_model: width D of a token.
         d_hidden: hidden width H of one expert.
         num_experts: number E of experts in the layer, over all ranks.
-        backend: ``reference`` (loops, any dtype), ``torch`` (``F.grouped_mm``) or ``auto``, which takes the fastest
-            one that can run. A named back-end never falls back to another.
+        backend: ``reference`` (loops, any dtype), ``torch`` (``F.grouped_mm``), ``triton`` (our kernels, bfloat16 on
+            compute capability 9) or ``auto``, which takes the fastest one that can run. A named back-end never falls
+            back to another.
     """
 
     d_model: int

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie_experts.config import ExpertsConfig
-from coterie_experts.grouped_swiglu import BackendChoice, choose_backend, grouped_swiglu
+from coterie_experts.grouped_swiglu import BackendChoice, choose_backend, grouped_swiglu, swiglu_of_tokens
 from coterie_experts.initialisation import init_experts
 from coterie_experts.token_rows import order_by_expert, rows_from_tokens, sum_over_choices
 
@@ -100,6 +100,8 @@ class GroupedExperts(nn.Module):
         problems = self._token_problems(x_TD, ids_TK, weights_TK)
         if problems:
             raise ValueError("\n".join(problems))
+        if self.backend == "triton":
+            return swiglu_of_tokens(x_TD, ids_TK, weights_TK, self.gate_up, self.down)
         order = order_by_expert(ids_TK, self.num_local_experts)
         row_weights_N = weights_TK.flatten().index_select(0, order.slot_of_row_N)
         return sum_over_choices(self(rows_from_tokens(x_TD, order), row_weights_N, order.offsets_e), order)

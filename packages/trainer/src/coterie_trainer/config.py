@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 
-ExpertBackend = Literal["auto", "reference", "torch"]
+ExpertBackend = Literal["auto", "reference", "torch", "triton"]
 _TABLES = ("model", "data", "train", "optimizer", "parallel", "checkpoint", "log")
 
 

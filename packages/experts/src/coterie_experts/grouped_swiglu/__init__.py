@@ -1,7 +1,7 @@
 """The operation of a layer of experts: y = ((silu(x G^T) * (x U^T)) * w) D^T, each row with the weights of its expert.
 
-``reference.py`` is plain torch and the ground truth; ``torch_native.py`` uses grouped matrix products. This file checks
-the arguments and picks.
+``reference.py`` is plain torch and the ground truth; ``torch_native.py`` uses grouped matrix products;
+``triton_native.py`` and the files beside it hold our own kernels. This file checks the arguments and picks.
 """
 
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from coterie_experts.config import BACKENDS
-from coterie_experts.grouped_swiglu import reference, torch_native
-from coterie_experts.main_grad import into_main_grad
+from coterie_experts.grouped_swiglu import reference, torch_native, triton_native
+from coterie_experts.main_grad import into_main_grad, split_main_grad
 
-__all__ = ["BackendChoice", "choose_backend", "grouped_swiglu"]
+__all__ = ["BackendChoice", "choose_backend", "grouped_swiglu", "swiglu_of_tokens"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +37,18 @@ def choose_backend(
         raise ValueError(f"backend ({backend!r}) must be one of {', '.join(BACKENDS)}")
     if backend == "reference":
         return BackendChoice(name="reference", reason="'reference' was asked for by name")
-    obstacle = torch_native.obstacle(d_model=d_model, d_hidden=d_hidden, dtype=dtype, device=device)
-    if backend == "torch":
+    if backend in ("torch", "triton"):
+        native = torch_native if backend == "torch" else triton_native
+        obstacle = native.obstacle(d_model=d_model, d_hidden=d_hidden, dtype=dtype, device=device)
         if obstacle is not None:
-            raise ValueError(f"backend 'torch' cannot run: {obstacle}; or choose backend 'auto' or 'reference'")
-        return BackendChoice(name="torch", reason="'torch' was asked for by name")
+            raise ValueError(f"backend {backend!r} cannot run: {obstacle}; or choose backend 'auto' or 'reference'")
+        return BackendChoice(name=backend, reason=f"{backend!r} was asked for by name")
+    sizes = {"d_model": d_model, "d_hidden": d_hidden}
+    if device.type == "cuda" and triton_native.obstacle(**sizes, dtype=dtype, device=device) is None:
+        return BackendChoice(
+            name="triton", reason=f"the Triton kernels can run {dtype} on {device.type}, the fastest there"
+        )
+    obstacle = torch_native.obstacle(**sizes, dtype=dtype, device=device)
     if obstacle is not None:
         return BackendChoice(name="reference", reason=f"'torch' cannot run: {obstacle}")
     return BackendChoice(name="torch", reason=f"F.grouped_mm can run {dtype} on {device.type} and is faster than loops")
@@ -84,8 +91,29 @@ def grouped_swiglu(
     choice = choose_backend(
         backend, d_model=gate_up.shape[2], d_hidden=down.shape[2], dtype=rows_RD.dtype, device=rows_RD.device
     )
+    if choice.name == "triton":
+        (gate_up, gate_up_grad), (down, down_grad) = split_main_grad(gate_up), split_main_grad(down)
+        return triton_native.grouped_swiglu(
+            rows_RD, row_weights_R, offsets_e, gate_up, down, main_grads=(gate_up_grad, down_grad)
+        )
     run = torch_native.grouped_swiglu if choice.name == "torch" else reference.grouped_swiglu
     return run(rows_RD, row_weights_R, offsets_e, into_main_grad(gate_up), into_main_grad(down))
+
+
+def swiglu_of_tokens(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Send tokens through the experts they chose in the kernels of the Triton back-end, gather and sum included.
+
+    Equals rows in the order (expert, token, choice), ``grouped_swiglu``, and the sum of a token's rows in the order of
+    k, bit for bit. The arguments are those of ``GroupedExperts.forward_tokens``, whose shapes have been checked.
+
+    Raises:
+        ValueError: dtypes or devices do not fit.
+    """
+    problems = _tensor_problems(x_TD, {"weights": weights_TK, "gate_up": gate_up, "down": down})
+    if problems:
+        raise ValueError("\n".join(problems))
+    (gate_up, gate_up_grad), (down, down_grad) = split_main_grad(gate_up), split_main_grad(down)
+    return triton_native.swiglu_of_tokens(x_TD, ids_TK, weights_TK, gate_up, down, main_grads=(gate_up_grad, down_grad))
 
 
 def _argument_problems(
@@ -94,20 +122,24 @@ def _argument_problems(
     shape_problem = _shape_problem(rows_RD, row_weights_R, offsets_e, gate_up, down)
     if shape_problem is not None:
         return [shape_problem]
-    found = []
-    weight_dtype = torch.float64 if rows_RD.dtype == torch.float64 else torch.float32
-    for name, tensor, dtype in (
-        ("row_weights", row_weights_R, weight_dtype),
-        ("offsets", offsets_e, torch.int32),
-        ("gate_up", gate_up, rows_RD.dtype),
-        ("down", down, rows_RD.dtype),
-    ):
-        if tensor.dtype != dtype:
-            found.append(f"{name} must be {dtype} when the rows are {rows_RD.dtype}, but is {tensor.dtype}")
-        if tensor.device != rows_RD.device:
-            found.append(f"{name} is on {tensor.device} but the rows are on {rows_RD.device}; move it there")
+    found = _tensor_problems(
+        rows_RD, {"row_weights": row_weights_R, "offsets": offsets_e, "gate_up": gate_up, "down": down}
+    )
     if not found and offsets_e.device.type == "cpu":
         found += _offset_problems(offsets_e.tolist(), rows_RD.shape[0])
+    return found
+
+
+def _tensor_problems(rows: Tensor, others: dict[str, Tensor]) -> list[str]:
+    weight_dtype = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    dtypes = {"row_weights": weight_dtype, "weights": weight_dtype, "offsets": torch.int32}
+    found = []
+    for name, tensor in others.items():
+        dtype = dtypes.get(name, rows.dtype)
+        if tensor.dtype != dtype:
+            found.append(f"{name} must be {dtype} when the rows are {rows.dtype}, but is {tensor.dtype}")
+        if tensor.device != rows.device:
+            found.append(f"{name} is on {tensor.device} but the rows are on {rows.device}; move it there")
     return found
 
 

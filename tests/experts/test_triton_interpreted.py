@@ -1,0 +1,63 @@
+"""The Triton back-end under the interpreter, and where it says that it cannot run."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from coterie_experts import choose_backend
+from coterie_experts.grouped_swiglu import triton_native
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+
+
+@needs_triton
+def test_kernels_under_the_interpreter() -> None:
+    # Triton reads the variable when a kernel is defined, so the kernels need a process of their own.
+    file = Path(__file__).with_name("interpreted_experts.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(file)],
+        cwd=file.parents[2],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+
+
+def obstacle(**changes: object) -> str:
+    sizes = {"d_model": 16, "d_hidden": 24, "dtype": torch.bfloat16, "device": CUDA}
+    return str(triton_native.obstacle(**{**sizes, **changes}))
+
+
+@needs_triton
+def test_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "This GPU")
+    assert obstacle() == "it needs compute capability 9, which This GPU has not"
+    assert obstacle(dtype=torch.float32) == "it runs torch.bfloat16 on cuda, not torch.float32"
+    assert obstacle(device=torch.device("xpu")) == "device xpu is not cuda"
+    assert "interpreter alone, for tests" in obstacle(device=CPU, dtype=torch.float32)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert obstacle() == "None"
+    assert obstacle(device=torch.device("meta")) == "None"
+    text = "d_model (12) and d_hidden (20) must be a multiple of 8 for torch.bfloat16 (rows of 16 bytes)"
+    assert obstacle(d_model=12, d_hidden=20) == text
+    choice = choose_backend("auto", d_model=16, d_hidden=24, dtype=torch.bfloat16, device=CUDA)
+    assert choice.name == "triton"
+    assert choice.reason == "the Triton kernels can run torch.bfloat16 on cuda, the fastest there"
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert obstacle() == "triton is not installed"
+    with pytest.raises(ValueError, match="backend 'triton' cannot run: triton is not installed; or choose backend"):
+        choose_backend("triton", d_model=16, d_hidden=24, dtype=torch.float32, device=CPU)
