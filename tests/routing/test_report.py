@@ -1,6 +1,8 @@
 """The load report: the example of packed and cracked experts by hand, every verdict, and what it refuses."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -142,9 +144,39 @@ def test_shuffled_and_specialised_loads_differ_though_both_are_even_in_the_whole
     assert [one.distance for one in special.domains] == [0.5, 0.5]
     assert special.score == 2.0  # the price that a small scope puts on specialisation
     assert special.gap == -1.0
+    # Units that mix domains are even though the experts do tell the domains apart.
+    mixed = load_report({"sequence": [even, even]}, top_k=1, sums_by_domain={"c": left, "python": right})
+    assert mixed.verdict == "even"
+    # Units are uneven, domains alike: specialised by something else.
+    other = load_report({"sequence": [left, right]}, top_k=1, sums_by_domain={"c": even, "python": even})
+    assert other.verdict == "even"
+    # The noise of a unit of 20 tokens is (E - 1) / 20, and 1 + CV^2 = 1.08 is within it.
+    small = [sums([7, 5, 5, 3]), sums([5, 7, 3, 5]), sums([5, 3, 7, 5]), sums([3, 5, 5, 7])] * 20
+    noisy = load_report({"sequence": small}, top_k=1, sums_by_domain={"c": even, "python": even})
+    assert noisy.verdict == "shuffled"
     # Even inside each unit, but not told apart by domain because none is given; or one unit only.
     assert load_report({"sequence": [even, even]}, top_k=1).verdict == "even"
     assert load_report({"step": [even]}, top_k=1, sums_by_domain={"c": even, "python": even}).verdict == "even"
+
+
+def test_the_verdict_is_on_the_score_of_the_optimized_scope():
+    units = [sums([400, 0, 0, 0], [130, 90, 90, 90]), sums([0, 50, 25, 25])]
+    scopes = {"micro_batch": units, "step": [units[0] + units[1]]}
+    # 1 + CV^2 = 2.62 for both. Micro-batches: (1.3 + 1.5) / 2. Step: P = (.26, .28, .23, .23), so 1.036.
+    inside = load_report(scopes, top_k=1, optimized_scope="micro_batch")
+    assert (inside.score, inside.verdict) == (pytest.approx(1.4), "uneven, and the score shows it")
+    whole = load_report(scopes, top_k=1, optimized_scope="step")
+    assert (whole.score, whole.verdict) == (pytest.approx(1.036), "gerrymandered")
+
+
+def test_the_example_of_the_page_prints_what_the_page_says(capsys):
+    page = Path(__file__).parents[2] / "packages" / "routing" / "docs" / "gerrymandering.md"
+    text = page.read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    output = re.findall(r"```text\n(.*?)```", text, re.DOTALL)[0]
+    exec(compile(example, str(page), "exec"), {})
+    printed = capsys.readouterr().out
+    assert [line.rstrip() for line in printed.splitlines()] == output.splitlines()
 
 
 def test_text_shows_every_scope_domain_and_expert():
@@ -244,6 +276,15 @@ def test_split_sums_are_the_sums_of_parts_routed_alone(make_logits):
     total = parts[0] + parts[1] + parts[2]
     assert total.num_dropped == routing.sums.num_dropped > 0
     assert torch.equal(total.counts_E, routing.sums.counts_E)
+
+
+def test_split_sums_count_a_real_token_that_no_expert_chose():
+    config = RouterConfig(d_model=1, num_experts=2, top_k=1, renormalize=False, selection="expert_choice")
+    logits_TE = torch.tensor([[2.0, 2.0], [1.0, 1.0], [-1.0, -1.0], [0.0, 0.0]])
+    routing = route(logits_TE, config, is_real_T=torch.tensor([True, True, True, False]))
+    unchosen = int((routing.chosen_TK[:3] < 0).all(1).sum())
+    (everything,) = split_sums(routing, torch.zeros(4, dtype=torch.int64), 1)
+    assert (unchosen, everything.num_tokens) == (2, 3)
 
 
 def test_split_sums_count_a_nan_row_as_bad_and_real():
