@@ -151,12 +151,12 @@ class Router(nn.Module):
         return route(logits_TE, self.config, selection_bias_E=self.selection_bias, is_real_T=is_real_T, memo=memo)
 
     def _is_fused(self, x_TD: Tensor, memo: ChoiceMemo | None) -> bool:
-        if self.config.backend == "reference":
+        if self.config.backend != "triton":
             return False
         reason = reason_against(x_TD, self.weight, self.config)
-        if reason is not None and self.config.backend == "triton":
+        if reason is not None:
             raise ValueError(f'backend "triton" cannot run this router: {reason}; "auto" would take the reference')
-        return reason is None and (memo is None or memo.ids_TK is None)
+        return memo is None or memo.ids_TK is None
 
     def _route_fused(self, x_TD: Tensor, is_real_T: Tensor | None, memo: ChoiceMemo | None) -> Routing:
         fused = fused_route(
