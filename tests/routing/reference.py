@@ -137,9 +137,9 @@ def required_biases(scores_TE: Tensor, bias_E: Tensor, ids_TK: Tensor) -> list[l
     for scores, ids in zip(scores_TE.tolist(), ids_TK.tolist(), strict=True):
         if ids[0] < 0:
             continue
-        threshold = max(scores[i] + bias_E[i].item() for i in range(num_experts) if i not in ids)
         for expert in range(num_experts):
-            required[expert].append(threshold - scores[expert])
+            others = sorted((scores[i] + bias_E[i].item() for i in range(num_experts) if i != expert), reverse=True)
+            required[expert].append(others[len(ids) - 1] - scores[expert])
     return [sorted(values) for values in required]
 
 

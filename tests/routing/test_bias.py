@@ -211,14 +211,14 @@ def test_quantile_equals_sorting_to_within_a_bin(tokens, num_experts, score_func
 
 
 def test_histograms_hold_what_each_token_asks_for_by_hand():
-    # One token with sigmoids .81 and .6 of two experts: it chose 0, so the threshold is .6. Expert 0 would have needed
-    # more than .6 - .81, expert 1 more than .6 - .6. Of 10 bins from -1 to 1 these are in bins 3 and 5.
+    # One token with sigmoids .81 and .6 of two experts: it chose 0. Expert 0 would still have won it with a bias above
+    # .6 - .81, expert 1 would have with one above .81 - .6. Of 10 bins from -1 to 1 these are in bins 3 and 6.
     config = RouterConfig(d_model=1, num_experts=2, top_k=1, renormalize=False, score_function="sigmoid")
     routing = route(torch.logit(torch.tensor([[0.81, 0.6]])), config)
     required = required_bias(routing, torch.zeros(2), num_bins=10)
     assert required.low.item() == -1
     assert required.high.item() == 1
-    assert required.counts_EB.tolist() == [[0, 0, 0, 1, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1, 0, 0, 0, 0]]
+    assert required.counts_EB.tolist() == [[0, 0, 0, 1, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 1, 0, 0, 0]]
 
 
 def test_parts_of_a_step_add_up(make_logits):
@@ -286,3 +286,19 @@ def test_what_does_not_fit_is_refused_with_what_would(make_logits):
         quantile_bias(bias_E.double(), required, QUANTILE, top_k=2)
     with pytest.raises(ValueError, match=r"bias rate \(2\) must be at most 1"):
         quantile_bias(bias_E, required, BiasRule(kind="quantile", rate=2), top_k=2)
+
+
+def test_the_quantile_rule_evens_the_load_of_one_batch_in_a_few_steps():
+    # Experts that won a token and experts that did not have different thresholds. With the best one left out for both,
+    # under-loaded experts stay behind.
+    generator = torch.Generator().manual_seed(0)
+    logits_TE = torch.randn(4000, 16, generator=generator) + torch.linspace(-1, 1, 16)
+    config = RouterConfig(d_model=1, num_experts=16, top_k=2, score_function="sigmoid", selection_bias=True)
+    bias_E = torch.zeros(16)
+    imbalances = []
+    for _ in range(8):
+        routing = route(logits_TE, config, selection_bias_E=bias_E)
+        imbalances.append(load_imbalance(routing.counts_E).item())
+        bias_E = quantile_bias(bias_E, required_bias(routing, bias_E), BiasRule(kind="quantile"), top_k=2)
+    assert imbalances[0] > 2
+    assert imbalances[-1] < 1.03

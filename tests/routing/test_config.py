@@ -3,7 +3,7 @@ import dataclasses
 import coterie_routing
 import pytest
 import torch
-from coterie_routing import Assignment, BiasRule, Router, RouterConfig, route
+from coterie_routing import Assignment, BiasRule, CausalityWarning, Router, RouterConfig, route
 
 EXPERT_CHOICE = {"selection": "expert_choice", "renormalize": False}
 
@@ -179,3 +179,18 @@ def test_public_names_are_there_once_and_in_dir():
     assert sorted(names) == sorted(set(names)) == dir(coterie_routing)
     missing = [name for name in names if not hasattr(coterie_routing, name)]
     assert missing == []
+
+
+def test_wrong_types_are_one_report():
+    config = RouterConfig(d_model="a", num_experts=8, top_k=2.0, renormalize="no", assignment="zipf")
+    assert config.problems() == [
+        "d_model must be int, not 'a'",
+        "top_k must be int, not 2.0",
+        "renormalize must be bool, not 'no'",
+        "assignment must be Assignment or NoneType, not 'zipf'",
+    ]
+
+
+def test_a_capacity_warns_that_it_is_not_causal():
+    with pytest.warns(CausalityWarning, match="a capacity looks at all tokens"):
+        Router(RouterConfig(d_model=8, num_experts=4, top_k=2, capacity_factor=1.0))

@@ -223,3 +223,14 @@ def test_kernels_under_the_interpreter():
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
+
+
+def test_a_second_derivative_is_refused_and_not_silently_wrong():
+    x_TD = torch.tensor([[2.0]], dtype=torch.float64, requires_grad=True)
+    row_map = map_rows(torch.tensor([[0]]), 1)
+    y = (permute(x_TD * 1, row_map) ** 3).sum() + x_TD.sum() ** 2
+    with pytest.raises(RuntimeError, match="can be differentiated once"):
+        torch.autograd.grad(y, x_TD, create_graph=True)
+    weights_TK = torch.tensor([[0.5]], dtype=torch.float64, requires_grad=True)
+    with pytest.raises(RuntimeError, match="can be differentiated once"):
+        torch.autograd.grad(unpermute(x_TD * 1, row_map, weights_TK).sum(), x_TD, create_graph=True)

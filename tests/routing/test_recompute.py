@@ -7,6 +7,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from routing.cases import make_router
 
+# A capacity is not causal, and says so.
+pytestmark = pytest.mark.filterwarnings("ignore::coterie_routing.CausalityWarning")
+
 
 def keep_products(context, op, *args, **kwargs):
     """Save what matrix products give and recompute the rest."""
@@ -240,3 +243,10 @@ def test_evaluation_after_training_steps_changes_nothing_of_the_next_training_st
     (sums, gradients), (other_sums, other_gradients) = results
     assert torch.equal(sums.counts_E, other_sums.counts_E)
     assert all(torch.equal(*pair) for pair in zip(gradients, other_gradients, strict=True))
+
+
+def test_a_memo_of_another_call_is_refused():
+    memo = ChoiceMemo()
+    Router(RouterConfig(d_model=4, num_experts=8, top_k=2))(torch.randn(5, 4), memo=memo)
+    with pytest.raises(ValueError, match=r"choices of shape \(5, 2\), of another call: this one has \(5, 4\)"):
+        Router(RouterConfig(d_model=4, num_experts=8, top_k=4))(torch.randn(5, 4), memo=memo)

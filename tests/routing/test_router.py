@@ -8,6 +8,9 @@ from torch.nn.functional import linear
 from routing import reference
 from routing.cases import ROUTE_CASES, make_router
 
+# A capacity is not causal, and says so.
+pytestmark = pytest.mark.filterwarnings("ignore::coterie_routing.CausalityWarning")
+
 
 @pytest.mark.parametrize("case", ROUTE_CASES, ids=lambda case: case.name)
 def test_hand_written_routings(case):

@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 import torch
-from coterie_routing import LoadSums, RouterConfig, load_imbalance, pack, reduce_sums, route, unpack
+from coterie_routing import LoadSums, RouterConfig, load_imbalance, pack, reduce_sums, route, squared_load_loss, unpack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -159,3 +159,26 @@ def test_load_imbalance_is_max_over_mean(counts, expected):
     imbalance = load_imbalance(torch.tensor(counts))
     assert imbalance.dtype == torch.float64
     assert imbalance.item() == expected
+
+
+def test_the_built_in_sum_adds_them():
+    parts = [make_sums([3, 1], [2.5, 1.5], 4), make_sums([0, 2], [0.5, 0.25], 1)]
+    assert_equal_sums(sum(parts), parts[0] + parts[1])
+    with pytest.raises(TypeError):
+        1 + parts[0]
+
+
+def test_a_reduction_that_returns_nothing_is_refused():
+    with pytest.raises(ValueError, match="must return the sum as a tensor, but returned None"):
+        reduce_sums([LoadSums.zero(2)], lambda flat: None)
+
+
+def test_reducing_the_counts_of_a_routing_in_place_leaves_its_sums_alone():
+    routing = route(torch.zeros(3, 4), RouterConfig(d_model=1, num_experts=4, top_k=2))
+    routing.counts_E.mul_(2)
+    assert routing.sums.counts_E.tolist() == [3, 3, 0, 0]
+
+
+def test_a_load_of_nan_is_not_even():
+    assert load_imbalance(torch.tensor([torch.nan, 1.0])).isnan()
+    assert squared_load_loss(torch.tensor([torch.nan, 1.0])).isnan()

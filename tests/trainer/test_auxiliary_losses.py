@@ -52,7 +52,7 @@ def batch_of(tokens: list[int], *, is_real: list[bool] | None = None, has_target
 
 
 def run(mesh: Mesh, steps: list[list[Batch]], **options: object) -> tuple[list[StepResult], dict[str, Tensor], Stepper]:
-    """Run steps at learning rate 0, so that each sees the same weights; return this rank's gradients of the last one."""
+    """Run steps at learning rate 0, so that each sees the same weights; return this rank's gradients of the last."""
     model = TwoRouters()
     placements = {name: DENSE for name, _ in model.named_parameters()}
     optimizer = Optimizer(model.named_parameters(), placements, mesh, AdamWConfig(gradient_clip=None))

@@ -16,8 +16,8 @@ ASSIGNMENTS: tuple[str, ...] = ("uniform", "random", "zipf", "hot")
 class Assignment:
     """Say which experts the tokens go to, whatever their logits are.
 
-    The choice is a pure function of the seed and of the token's place in the batch, the same on every device. The
-    weights still come from the router's scores, so its gradients flow as in training.
+    The choice is a pure function of the seed and of the token's place in the batch, masked ones included, the same on
+    every device. The weights still come from the router's scores, so its gradients flow as in training.
 
     Attributes:
         kind: "uniform" gives each expert the same number of choices, to within one; "random" draws K experts for each

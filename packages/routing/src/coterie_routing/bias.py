@@ -106,26 +106,33 @@ class RequiredBias:
 def required_bias(routing: Routing, bias_E: Tensor, *, num_bins: int = _NUM_BINS) -> RequiredBias:
     """Count, for each expert, which bias each token would have asked of it.
 
-    With the threshold a_t, the best score plus bias that the token did not choose, expert i wins the token where its
-    bias is above a_t - s_ti. Scores lie between 0 and 1, so this lies between min(bias) - 1 and max(bias) + 1.
+    Expert i wins token t where its bias is above a_ti - s_ti, with the threshold a_ti, the K-th best score plus bias
+    among the other experts: the best one left out for a chosen expert, the last one chosen for the others. Scores lie
+    between 0 and 1, so this lies between min(bias) - 1 and max(bias) + 1. (The Kimi K3 report takes the best one left
+    out for all experts. That one then asks for just the bias that it has, and under-loaded experts stay behind.)
 
     Args:
         routing: Made with this bias, by top-k without groups.
         bias_E: fp32 (E).
-        num_bins: Number of bins B between those two ends.
+        num_bins: Number of bins B between those two ends, at least 1.
 
     Raises:
-        ValueError: If each token chose all experts, so that there is no threshold.
+        ValueError: If each token chose all experts, so that there is no threshold, or if there is no bin.
     """
+    if num_bins < 1:
+        raise ValueError(f"num_bins ({num_bins}) must be at least 1; usual: {_NUM_BINS}")
     num_experts = bias_E.numel()
     chosen_TK = routing.chosen_TK
     if chosen_TK.shape[1] >= num_experts:
         raise ValueError(f"top_k ({chosen_TK.shape[1]}) takes all {num_experts} experts: there is nothing to balance")
     is_real_T1 = chosen_TK[:, :1] >= 0
     ranking_TE = routing.scores_TE + bias_E
-    threshold_T1 = ranking_TE.scatter(1, chosen_TK.clamp_min(0), -torch.inf).amax(-1, keepdim=True)
+    is_chosen_TE = torch.zeros_like(ranking_TE, dtype=torch.bool).scatter_(1, chosen_TK.clamp_min(0), True)
+    best_left_T1 = ranking_TE.masked_fill(is_chosen_TE, -torch.inf).amax(-1, keepdim=True)
+    last_chosen_T1 = ranking_TE.masked_fill(~is_chosen_TE, torch.inf).amin(-1, keepdim=True)
+    threshold_TE = torch.where(is_chosen_TE, best_left_T1, last_chosen_T1)
     low, high = bias_E.min() - 1, bias_E.max() + 1
-    place_TE = (threshold_T1 - routing.scores_TE - low) / (high - low) * num_bins
+    place_TE = (threshold_TE - routing.scores_TE - low) / (high - low) * num_bins
     bin_TE = place_TE.nan_to_num(0).long().clamp(0, num_bins - 1)
     counts_EB = torch.zeros(num_experts, num_bins, dtype=torch.int64, device=bias_E.device)
     counts_EB.scatter_add_(1, bin_TE.t(), is_real_T1.long().expand_as(bin_TE).t())
@@ -150,6 +157,8 @@ def quantile_bias(bias_E: Tensor, required: RequiredBias, rule: BiasRule, *, top
     _check(bias_E, rule)
     if rule.kind != "quantile":
         raise ValueError(f'quantile_bias serves the rule "quantile", not {rule.kind!r}')
+    if not 1 <= top_k < bias_E.numel():
+        raise ValueError(f"top_k ({top_k}) must be from 1 to num_experts - 1 ({bias_E.numel() - 1})")
     counts_EB = required.counts_EB.double()
     num_bins = counts_EB.shape[1]
     up_to_EB = counts_EB.cumsum(1)

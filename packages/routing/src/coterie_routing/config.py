@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from types import NoneType
 from typing import Literal
 
 from coterie_routing.assignment import Assignment
@@ -40,7 +41,8 @@ class RouterConfig:
         selection: "top_k": each token chooses its K best experts. "expert_choice": each expert chooses its best
             T * K / E tokens (arXiv:2202.09368), which is not causal; see `CausalityWarning`.
         capacity_factor: Most choices that an expert may keep, as a multiple of the mean load of the tokens of this
-            call; the choices of lowest weight are dropped. None drops nothing.
+            call; the choices of lowest weight are dropped, and of equal ones the last. None drops nothing. Not causal;
+            see `CausalityWarning`.
         jitter: In training, each input number is multiplied by a random one from 1 - jitter to 1 + jitter (Switch
             Transformer, arXiv:2101.03961). It comes from torch's generator, so it depends on the layout.
         assignment: Replaces the choice of experts, for benchmarks of a system. None lets the router choose.
@@ -74,6 +76,8 @@ class RouterConfig:
 
     def problems(self) -> list[str]:
         """Return one sentence for each fault, with values that would work; an empty list means a good config."""
+        if wrong := self._type_problems():
+            return wrong  # the comparisons below need numbers
         found = [
             f"{name} ({value!r}) must be one of: {', '.join(allowed)}"
             for name, value, allowed in (
@@ -104,6 +108,22 @@ class RouterConfig:
         if self.selection == "expert_choice":
             found += self._expert_choice_problems()
         return found
+
+    def _type_problems(self) -> list[str]:
+        kinds: dict[str, tuple[type, ...]] = {
+            **dict.fromkeys(("d_model", "num_experts", "top_k", "num_groups", "chosen_groups"), (int,)),
+            **dict.fromkeys(("route_scale", "jitter"), (int, float)),
+            **dict.fromkeys(("renormalize", "selection_bias"), (bool,)),
+            "trained_top_k": (int, NoneType),
+            "capacity_factor": (int, float, NoneType),
+            "assignment": (Assignment, NoneType),
+        }
+        return [
+            f"{name} must be {' or '.join(kind.__name__ for kind in kinds[name])}, not {value!r}"
+            for name in kinds
+            if not isinstance(value := getattr(self, name), kinds[name])
+            or (isinstance(value, bool) and bool not in kinds[name])
+        ]
 
     def _weight_problems(self) -> list[str]:
         found = []

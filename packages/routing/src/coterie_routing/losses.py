@@ -81,7 +81,8 @@ def squared_load_loss(counts_E: Tensor) -> Tensor:
     load_E = counts_E.detach().to(torch.float64)
     total = load_E.sum(-1)
     squares = load_E.square().sum(-1)
-    return torch.where(total > 0, load_E.shape[-1] * squares / total.square(), 0.0)
+    # Asked so that a load of NaN gives NaN.
+    return torch.where(total == 0, 0.0, load_E.shape[-1] * squares / total.square())
 
 
 def balance_terms(
@@ -142,6 +143,8 @@ def balance_terms(
             raise ValueError('balance scope "data_parallel" needs sum_over_ranks, which adds a tensor over the ranks')
         # A copy, for the callable may add in place.
         load_LBE = sum_over_ranks(counts_LBE.clone())
+        if not isinstance(load_LBE, Tensor) or load_LBE.shape != counts_LBE.shape:
+            raise ValueError(f"sum_over_ranks must return the sum of shape {tuple(counts_LBE.shape)}, not {load_LBE!r}")
     elif scope == "step":
         load_LE = torch.zeros_like(counts_LBE[:, 0]) if load_LE is None else load_LE
         _check_load(load_LE, shape_LE)
@@ -236,7 +239,8 @@ def orthogonality_loss(weight_ED: Tensor) -> Tensor:
     """
     weight_ED = weight_ED if weight_ED.dtype == torch.float64 else weight_ED.float()
     unit_ED = nn.functional.normalize(weight_ED, dim=1)
-    cosines_EE = unit_ED @ unit_ED.t()
+    with torch.autocast(weight_ED.device.type, enabled=False):
+        cosines_EE = unit_ED @ unit_ED.t()
     num_experts = weight_ED.shape[0]
     pairs = cosines_EE.square().sum() - cosines_EE.diagonal().square().sum()
     return pairs / max(1, num_experts * (num_experts - 1))
@@ -247,7 +251,7 @@ def _priced(load: Tensor, priced: Tensor, top_k: int) -> Tensor:
     load = load.detach().to(torch.float64)
     total = load.sum(-1, keepdim=True)
     even = torch.full_like(load, 1 / load.shape[-1])
-    fraction = top_k * torch.where(total > 0, load / total, even)
+    fraction = top_k * torch.where(total == 0, even, load / total)
     return load.shape[-1] / top_k * (fraction * priced).sum(-1)
 
 

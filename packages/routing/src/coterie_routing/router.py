@@ -23,9 +23,9 @@ _DENOMINATOR_FLOOR = 1e-20
 class CausalityWarning(UserWarning):
     """A router's choice for a token depends on later tokens.
 
-    With expert choice a token competes with all others of the batch for its experts, later ones of its own sequence
-    included. A language model trained so has seen a trace of what it shall predict, and generating one token at a time
-    routes by other rules than training did.
+    With expert choice, and with a capacity, a token competes with all others of the batch for its experts, later ones
+    of its own sequence included. A language model trained so has seen a trace of what it shall predict, and generating
+    one token at a time routes by other rules than training did.
     """
 
 
@@ -95,10 +95,11 @@ class Router(nn.Module):
     def __init__(self, config: RouterConfig, device: torch.device | str | None = None) -> None:
         super().__init__()
         _refuse_problems(config)
-        if config.selection == "expert_choice":
+        if config.selection == "expert_choice" or config.capacity_factor is not None:
+            cause = "expert choice" if config.selection == "expert_choice" else "a capacity"
             warnings.warn(
-                "expert choice looks at all tokens of the batch, later ones included: not causal. Train a language "
-                "model with it only where that is wanted",
+                f"{cause} looks at all tokens of the batch, later ones included: not causal. Train a language model "
+                "with it only where that is wanted",
                 CausalityWarning,
                 stacklevel=2,
             )
@@ -130,6 +131,8 @@ class Router(nn.Module):
         """
         if x_TD.dim() != 2 or x_TD.shape[1] != self.config.d_model:
             raise ValueError(f"expected tokens of shape (T, {self.config.d_model}), got {tuple(x_TD.shape)}")
+        if not x_TD.is_floating_point():
+            raise ValueError(f"expected tokens of a real floating dtype, got {x_TD.dtype}")
         if is_real_T is not None:
             _check_mask(is_real_T, x_TD)
         if self.training and self.config.jitter > 0:
@@ -172,7 +175,7 @@ class Router(nn.Module):
         if memo is not None:
             memo.chosen_TK = memo.ids_TK = fused.ids_TK
         sums = LoadSums(
-            counts_E=fused.counts_E,
+            counts_E=fused.counts_E.clone(),
             probability_sums_E=fused.probability_sums_E,
             z_sum=fused.z_sum,
             num_tokens=fused.num_tokens,
@@ -220,7 +223,8 @@ def route(
     the order of experts whose scores round to the same number (a sigmoid above 17 is 1.0 in fp32).
 
     A token with a NaN or an infinite logit still gets valid ids and is counted in `LoadSums.num_bad`. Its weights are
-    what the arithmetic gives, so that a fault upstream is seen in the loss.
+    what the arithmetic gives: NaN in most cases, but not where the logit is of an expert that weighs nothing, or a
+    sigmoid of infinity. So watch `num_bad`, not the weights. A NaN in the bias ranks last and is not counted.
 
     Args:
         logits_TE: (T, E), fp32 or fp64.
@@ -240,6 +244,12 @@ def route(
 
     scores_TE = logits_TE.sigmoid() if config.score_function == "sigmoid" else logits_TE.softmax(-1)
     if memo is not None and memo.chosen_TK is not None:
+        num_choices = config.num_experts if config.selection == "expert_choice" else config.top_k
+        if memo.chosen_TK.shape != (logits_TE.shape[0], num_choices):
+            raise ValueError(
+                f"the memo holds choices of shape {tuple(memo.chosen_TK.shape)}, of another call: "
+                f"this one has ({logits_TE.shape[0]}, {num_choices})"
+            )
         chosen_TK = memo.chosen_TK
     else:
         chosen_TK = _choose(logits_TE.detach(), scores_TE.detach(), config, selection_bias_E, is_real_T)
@@ -263,7 +273,8 @@ def route(
     # Not scores / sum: a floor under the sum would let a router of vanishing sigmoids shrink its balance loss.
     probabilities_TE = scores_TE if config.score_function != "sigmoid" else _normalized(logits_TE, is_real_T)
     sums = LoadSums(
-        counts_E=wanted_E,
+        # Apart from `Routing.counts_E`: whoever reduces that one in place must not change the sums.
+        counts_E=wanted_E.clone(),
         probability_sums_E=probabilities_TE.sum(0, dtype=torch.float64),
         z_sum=_z_sum(logits_TE, is_real_T),
         num_tokens=_num_real(logits_TE, is_real_T),

@@ -65,6 +65,12 @@ class LoadSums:
             )
         return type(self)(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)})
 
+    def __radd__(self, other: object) -> Self:
+        # What the built-in sum() begins with.
+        if other != 0:
+            return NotImplemented
+        return self
+
     def detach(self) -> Self:
         """Return the same numbers without their graph, to be kept or logged after backward."""
         return type(self)(**{f.name: getattr(self, f.name).detach() for f in fields(self)})
@@ -108,9 +114,15 @@ def reduce_sums(sums: Sequence[LoadSums], sum_over_ranks: Callable[[Tensor], Ten
 
     Args:
         sums: The sums of this rank, one for each layer.
-        sum_over_ranks: Takes a tensor and returns its sum over the ranks, as an all-reduce does.
+        sum_over_ranks: Takes a tensor and returns its sum over the ranks: an all-reduce that returns its result.
+
+    Raises:
+        ValueError: If the callable returns something else.
     """
-    return unpack(sum_over_ranks(pack(sums)), sums)
+    summed = sum_over_ranks(pack(sums))
+    if not isinstance(summed, Tensor):
+        raise ValueError(f"sum_over_ranks must return the sum as a tensor, but returned {summed!r}")
+    return unpack(summed, sums)
 
 
 def load_imbalance(counts_E: Tensor) -> Tensor:
@@ -120,4 +132,5 @@ def load_imbalance(counts_E: Tensor) -> Tensor:
     """
     load_E = counts_E.to(torch.float64)
     total = load_E.sum()
-    return torch.where(total > 0, load_E.max() * load_E.numel() / total, torch.ones_like(total))
+    # Asked so that a load of NaN gives NaN, not an even load.
+    return torch.where(total == 0, 1.0, load_E.max() * load_E.numel() / total)

@@ -234,7 +234,9 @@ class TrainConfig:
         found = _at_least(self, 1, "steps", "sequences_per_step", "sequences_per_micro_batch")
         found += _at_least(self, 0, "balance_coefficient", "z_coefficient", "evaluate_every", "evaluate_sequences")
         rule = bias_rule(self)
-        return found + (rule.problems() if rule is not None else [])
+        if rule is None and self.bias_rate is not None:
+            found.append(f"bias_rate ({self.bias_rate}) belongs to a bias_rule, and there is none")
+        return found + ([problem.replace("or None", 'or "none"') for problem in rule.problems()] if rule else [])
 
 
 def bias_rule(train: TrainConfig) -> BiasRule | None:
@@ -359,6 +361,11 @@ class Config:
             found.append(
                 f'train: bias_rule ("quantile") needs model.top_k ({model.top_k}) below num_experts '
                 f"({model.num_experts}): a token that takes all has nothing to balance"
+            )
+        if train.bias_rule is not None and train.assignment is not None:
+            found.append(
+                f'train: bias_rule ("{train.bias_rule}") does not go with assignment ("{train.assignment}"), which no '
+                "bias can change; leave one of them out"
             )
         replaced = assignment(train)
         if replaced is not None and 1 <= model.top_k <= model.num_experts:

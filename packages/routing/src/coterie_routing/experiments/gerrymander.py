@@ -87,6 +87,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the experiment, print it, write it to a folder if one is given, and return the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    if options.out is not None:
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            parser.error(f"cannot write to {options.out}: {error.strerror}")
     started = time.perf_counter()
     amounts = {"most_bytes": 600_000, "fewest_bytes": 50_000, "seed": options.seed}
     changes: dict[str, int] = {"steps": options.steps, "seed": options.seed}
@@ -102,10 +107,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     processes = 1 if options.quick else options.processes
     begun = starts(domains, options.seed, options.quick)
     descents, results = _run(groups, domains, begun, processes)
-    text = "\n".join(_lines(domains, descents, results))
+    lines = _lines(domains, descents, results)
+    if options.quick:
+        lines = ["--quick: a few tiny steps, to see that it runs; the numbers mean nothing", "", *lines]
+    else:
+        lines += ["", "What came out:", *(f"- {line}." for line in findings(descents, results))]
+    text = "\n".join(lines)
     print(text)
     if options.out is not None:
-        options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "gerrymandering.txt").write_text(text + "\n", encoding="utf-8")
         if importlib.util.find_spec("matplotlib") is None:
             print('no plot: it needs matplotlib; pip install "coterie-routing[plot]"', file=sys.stderr)
@@ -174,7 +183,7 @@ def _lines(domains: Sequence[Domain], descents: Sequence[Descent], results: Sequ
             f"{settings.num_experts} experts, top-{settings.top_k}, {settings.score_function}",
             *training_table([one for one in results if one.settings == settings]),
         ]
-    return [*lines, "", "What came out:", *(f"- {line}." for line in findings(descents, results))]
+    return lines
 
 
 def _at_least_one(text: str) -> int:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from coterie_routing.permutation import reference
 from coterie_routing.row_map import RowMap, takes_triton
@@ -85,8 +84,8 @@ class _Permute(torch.autograd.Function):
         return rows_ND
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivative(grad_ND)
         return ctx.operations.unpermute(grad_ND, RowMap(*ctx.saved_tensors)), None, None
 
 
@@ -102,15 +101,24 @@ class _Unpermute(torch.autograd.Function):
         return y_TD
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, weights_TK, rows_ND = ctx.saved_tensors
+        _refuse_second_derivative(grad_TD, weights_TK, rows_ND)
         row_map = RowMap(*tensors)
         needs_rows, needs_weights, _, _ = ctx.needs_input_grad
         if needs_weights:
             grad_ND, grad_weights_TK = ctx.operations.unpermute_backward(grad_TD, rows_ND, row_map, weights_TK)
             return grad_ND if needs_rows else None, grad_weights_TK, None, None
         return ctx.operations.permute(grad_TD, row_map, weights_TK), None, None, None
+
+
+def _refuse_second_derivative(*tensors: Tensor | None) -> None:
+    """Raise where a graph of the gradient is asked for, in which these tensors would be constants.
+
+    (`once_differentiable` of torch does not raise where `autograd.grad` finds another path to what it is asked for.)
+    """
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
+        raise RuntimeError("permute and unpermute can be differentiated once; create_graph=True is not supported")
 
 
 def _save(ctx: Any, row_map: RowMap, operations: ModuleType, *others: Tensor | None) -> None:
