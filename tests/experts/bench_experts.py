@@ -1,13 +1,13 @@
-"""The torch back-end, forward and backward, against loops of matrix products of the same sizes."""
+"""The torch back-end, forward and backward, against loops of matrix products of the same sizes, and how it scales."""
 
 from collections.abc import Callable, Iterator
 
 import torch
-from coterie_experts import ExpertsConfig, GroupedExperts, grouped_swiglu
-from support.speed import Pair
+from coterie_experts import Activation, ExpertsConfig, GroupedExperts, grouped_experts, grouped_swiglu
+from support.speed import Pair, Scaling
 from torch import Tensor
 
-from experts.cases import Case, loop_of_matmuls, loop_over_tokens, make_tensors
+from experts.cases import Case, clamped_swiglu, loop_of_matmuls, loop_over_tokens, make_tensors, squared_relu
 
 LAYERS = (
     Case(name="16 experts of 32 rows, 128 x 128", counts=(32,) * 16, d_model=128, d_hidden=128),
@@ -49,6 +49,50 @@ def bench_tokens() -> Iterator[Pair]:
         inputs,
         torch.randn(512, 128, generator=generator),
     )
+
+
+def bench_activations() -> Iterator[Pair]:
+    """The reference is a loop of `matmul` calls with the same activation and biases."""
+    case = Case(name="", counts=(32,) * 16, d_model=128, d_hidden=128)
+    for name, hidden in (("swiglu_clamped", clamped_swiglu), ("relu_squared", squared_relu)):
+        activation = Activation(name=name)
+        tensors = make_tensors(case)
+        up = tensors.gate_up if activation.is_gated else tensors.gate_up[:, : case.d_hidden].contiguous()
+        generator = torch.Generator().manual_seed(1)
+        up_bias, down_bias = (torch.randn(16, n, generator=generator) for n in (up.shape[1], case.d_model))
+        leaves = (tensors.rows, tensors.row_weights, up, tensors.down, up_bias, down_bias)
+        leaves = tuple(leaf.detach().requires_grad_() for leaf in leaves)
+
+        def ours(
+            a: Activation = activation, t: tuple[Tensor, ...] = leaves, offsets: Tensor = tensors.offsets
+        ) -> Tensor:
+            rows, weights, up, down, up_bias, down_bias = t
+            biases = {"up_bias": up_bias, "down_bias": down_bias}
+            return grouped_experts(rows, weights, offsets, up, down, activation=a, backend="torch", **biases)
+
+        def loop(h: Callable[[Tensor], Tensor] = hidden, t: tuple[Tensor, ...] = leaves) -> Tensor:
+            return loop_of_matmuls(*t[:2], list(case.counts), *t[2:], hidden=h)
+
+        yield _pair(f"{name} with biases: 16 experts of 32 rows, 128 x 128", ours, leaves, loop, leaves, tensors.grad_y)
+
+
+def bench_scaling() -> Iterator[Scaling]:
+    """Twice the rows, and twice the experts with the same rows in all."""
+    few, many = (_step(Case(name="", counts=(n,) * 16, d_model=128, d_hidden=128)) for n in (64, 128))
+    yield Scaling("torch back-end, forward+backward: twice the rows", few, many)
+    few, many = (_step(Case(name="", counts=(1024 // n,) * n, d_model=64, d_hidden=64)) for n in (16, 32))
+    yield Scaling("torch back-end, forward+backward: the same rows for twice the experts", few, many)
+
+
+def _step(case: Case) -> Callable[[], object]:
+    tensors = make_tensors(case)
+    t = tensors.differentiable()
+
+    def step() -> object:
+        y = grouped_swiglu(t.rows, t.row_weights, t.offsets, t.gate_up, t.down, backend="torch")
+        return torch.autograd.grad(y, (t.rows, t.row_weights, t.gate_up, t.down), tensors.grad_y)
+
+    return step
 
 
 def _pair(

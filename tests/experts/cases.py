@@ -1,12 +1,24 @@
 """The case table of the experts, the tensors of a case, and the plain loops that tests and benchmarks compare with."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Case", "CASES", "Tensors", "make_tensors", "gradients", "loop_of_matmuls", "loop_over_tokens"]
+__all__ = [
+    "Case",
+    "CASES",
+    "Tensors",
+    "clamped_swiglu",
+    "gradients",
+    "loop_of_matmuls",
+    "loop_over_tokens",
+    "make_tensors",
+    "squared_relu",
+    "swiglu",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +96,40 @@ def gradients(y: Tensor, leaves: tuple[Tensor, ...], grad_y: Tensor) -> tuple[Te
     return torch.autograd.grad(y.sum(), leaves)
 
 
-def loop_of_matmuls(rows: Tensor, row_weights: Tensor, counts: list[int], gate_up: Tensor, down: Tensor) -> Tensor:
+def swiglu(pre: Tensor) -> Tensor:
+    gate, up = pre.chunk(2, dim=1)
+    return F.silu(gate) * up
+
+
+def clamped_swiglu(pre: Tensor) -> Tensor:
+    gate, up = pre.chunk(2, dim=1)
+    gate = gate.clamp(max=7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7.0, 7.0) + 1)
+
+
+def squared_relu(pre: Tensor) -> Tensor:
+    return F.relu(pre).square()
+
+
+def loop_of_matmuls(
+    rows: Tensor,
+    row_weights: Tensor,
+    counts: list[int],
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    *,
+    hidden: Callable[[Tensor], Tensor] = swiglu,
+) -> Tensor:
     """Run the experts as a loop of matrix products, the way one writes it by hand when speed matters."""
     outputs = []
-    parts = zip(rows.split(counts), row_weights.split(counts), gate_up.unbind(), down.unbind(), strict=True)
-    for x, weights, gate_up_one, down_one in parts:
-        gate, up = (x @ gate_up_one.T).chunk(2, dim=1)
-        outputs.append((F.silu(gate) * up * weights[:, None]) @ down_one.T)
+    for expert, (x, weights) in enumerate(zip(rows.split(counts), row_weights.split(counts), strict=True)):
+        if up_bias is None or down_bias is None:
+            outputs.append((hidden(x @ up[expert].T) * weights[:, None]) @ down[expert].T)
+        else:
+            y = F.linear(hidden(F.linear(x, up[expert], up_bias[expert])), down[expert], down_bias[expert])
+            outputs.append(y * weights[:, None])
     return torch.cat(outputs)
 
 

@@ -21,8 +21,10 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "packages" / "experts" / "src")]
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from coterie_experts import ExpertsConfig, GroupedExperts  # noqa: E402
+from coterie_experts.conformance import conformance_problems  # noqa: E402
 from coterie_experts.grouped_swiglu import triton_launch as launch  # noqa: E402
 from coterie_experts.grouped_swiglu import triton_tiles  # noqa: E402
+from coterie_experts.grouped_swiglu.triton_forward import sum_rows_of_tokens  # noqa: E402
 from coterie_experts.grouped_swiglu.triton_layout import pad_rows, sort_slots  # noqa: E402
 from coterie_experts.grouped_swiglu.triton_tiles import Tile  # noqa: E402
 from support.device_timing import about, median_us, write_json  # noqa: E402
@@ -71,6 +73,8 @@ CHECKED = (
     Size("all experts", 100, 128, 128, 4, 4),
     Size("one token", 1, 256, 256, 8, 2),
 )
+# Rows in order, D and H: rows x D just over 2^31; the pre-activation beyond 2^32 numbers.
+LONG = ((299_594, 7168, 128), (1_048_704, 64, 2048))
 
 
 def random_ids(size: Size, kind: str = "balanced", seed: int = 0) -> Tensor:
@@ -192,6 +196,66 @@ def check_rows_in_order() -> None:
         assert one.grad is None
         torch.testing.assert_close((one.main_grad - 1).bfloat16(), other.grad, rtol=1e-2, atol=1e-5)
     print("check: rows in order, main_grad", flush=True)
+
+
+def check_one_byte_rows() -> None:
+    """E8 in rows of one byte: the last row begins at 2^31, or ends past 2^32."""
+    for num_rows, width in ((32_769, 65_536), (1_525_202, 2_816)):
+        rows = torch.zeros(num_rows, width, dtype=torch.uint8, device=DEVICE)
+        places = [0, num_rows // 2, num_rows - 1]
+        for number, place in enumerate(places):
+            rows[place] = (torch.arange(width, device=DEVICE) % 50 + 60 * number).to(torch.uint8)
+        expected = rows[places].clone()
+        position = torch.tensor(places, dtype=torch.int32, device=DEVICE)
+        out = torch.empty(3, width, dtype=torch.uint8, device=DEVICE)
+        sum_rows_of_tokens[(3, -(-width // 1024))](rows, position, out, width, width, CHOICES=1, COLUMNS=1024)
+        assert torch.equal(out, expected)
+        launch.clear_past_the_end(rows, torch.tensor([num_rows - 1], dtype=torch.int32, device=DEVICE))
+        assert torch.equal(rows[places[:2]], expected[:2])
+        assert not rows[-1].any()
+    print("check: rows of one byte beyond 2^31 and 2^32", flush=True)
+
+
+def check_long_batches() -> None:
+    """E8: rows x D just over 2^31, and the pre-activation beyond 2^32 numbers; against the same rows in short parts."""
+    for R, D, H in LONG:
+        size = Size("long", R, D, H, 2, 1)
+        x, _, weights, gate_up, down, grad_y = make(size)
+        experts = build(size, "triton", gate_up, down)
+
+        def sums(begin: int, end: int, half: int = R // 2, layer=experts, values=(x, weights, grad_y)):
+            """Return y, grad rows and grad weights of a part of the rows; weight gradients go to main_grad."""
+            rows, row_weights = values[0][begin:end].requires_grad_(), values[1][begin:end, 0].clone().requires_grad_()
+            offsets = torch.tensor([min(max(half - begin, 0), end - begin), end - begin], device=DEVICE).int()
+            y = layer(rows, row_weights, offsets)
+            y.backward(values[2][begin:end])
+            return y.detach(), rows.grad, row_weights.grad
+
+        def fresh(layer=experts) -> list[Tensor]:
+            for parameter in layer.parameters():
+                parameter.main_grad = torch.zeros(parameter.shape, device=DEVICE)
+            return [parameter.main_grad for parameter in layer.parameters()]
+
+        long_sums = fresh()
+        found = sums(0, R)
+        short_sums = fresh()
+        step = -(-R // 64)
+        for begin in range(0, R, step):
+            part = slice(begin, min(begin + step, R))
+            for one, other in zip(found, sums(part.start, part.stop), strict=True):
+                torch.testing.assert_close(one[part], other, rtol=1e-2, atol=1e-2)
+        for one, other in zip(long_sums, short_sums, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3 * float(other.abs().max()))
+        print(f"check: {R} rows, D {D}, H {H}", flush=True)
+        del x, grad_y, found, experts, sums, fresh
+        torch.cuda.empty_cache()
+
+
+def check_conformance() -> None:
+    """The suite of the package, in bfloat16."""
+    found = conformance_problems("triton", device=DEVICE, dtype=torch.bfloat16)
+    assert not found, "\n".join(found)
+    print("check: conformance", flush=True)
 
 
 def plain_torch(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -406,6 +470,9 @@ def main() -> None:
         check_values()
         check_rows_in_order()
         check_promises()
+        check_conformance()
+        check_one_byte_rows()
+        check_long_batches()
     if arguments.kernels:
         time_kernels(names, arguments.repeats)
         return

@@ -1,4 +1,4 @@
-"""Tests of the Triton back-end for a process with TRITON_INTERPRET=1: see test_triton_interpreted.py."""
+"""Tests of the Triton back-end, beside its conformance, for a process with TRITON_INTERPRET=1."""
 
 import pytest
 import torch
@@ -23,7 +23,11 @@ VALUES = (
     Case(name="edges of the tiles (E11)", counts=EDGES, rows_past_the_end=3),
     Case(name="even", counts=(9, 9), d_model=64, d_hidden=64),
     Case(name="one step more than whole tiles", counts=(33, 32), d_model=20, d_hidden=36),
-    *(case for case in CASES if "rows" not in case.name or case.rows_past_the_end),
+    *(
+        case
+        for case in CASES
+        if case.name in ("narrowest", "wide and thin", "thin and wide", "prime number of experts")
+    ),
 )
 
 
@@ -43,32 +47,15 @@ def test_values_and_gradients(case: Case) -> None:
             assert error <= 2 * allowed + units * unit, name
 
 
-@pytest.mark.parametrize(("shape", "num_dropped"), [((10, 2, 4), 3), ((1, 1, 1), 0), ((1, 3, 3), 0), ((7, 3, 5), 3)])
-@pytest.mark.usefixtures("nan_scratch")
-def test_tokens_equal_dispatch_forward_sum_bit_for_bit(shape: tuple[int, int, int], num_dropped: int) -> None:
-    test_tokens.test_equals_dispatch_forward_sum_bit_for_bit(*shape, num_dropped, "triton")
-
-
-def test_tokens_that_are_not_routed(nan_scratch: None) -> None:
-    test_tokens.test_equals_the_loop_that_skips("triton")
-    test_tokens.test_unrouted_tokens_may_hold_nan(nan_scratch, "triton")
-    test_tokens.test_nothing_is_routed(nan_scratch, 5, True, "triton")
-
-
-@pytest.mark.parametrize("garbage", [NAN, INF])
-def test_rows_that_do_not_count(nan_scratch: None, garbage: float) -> None:
-    test_idle_and_padding.test_rows_past_the_end_do_not_leak(nan_scratch, garbage, "triton")
-    test_idle_and_padding.test_rows_of_weight_zero_do_not_leak(nan_scratch, garbage, "triton")
+def test_rows_that_do_not_count(nan_scratch: None) -> None:
+    test_idle_and_padding.test_rows_past_the_end_do_not_leak(nan_scratch, INF, "triton")
+    test_idle_and_padding.test_rows_of_weight_zero_do_not_leak(nan_scratch, INF, "triton")
 
 
 def test_weights_of_zero(nan_scratch: None) -> None:
-    test_idle_and_padding.test_weight_of_a_garbage_row_has_gradient_zero("triton")
+    test_idle_and_padding.test_weight_of_a_garbage_row_has_gradient_zero(1.0, "triton")
+    test_idle_and_padding.test_weight_of_a_garbage_row_has_gradient_zero(NAN, "triton")
     test_idle_and_padding.test_weight_of_zero_still_learns("triton")
-
-
-def test_experts_without_rows(nan_scratch: None) -> None:
-    test_idle_and_padding.test_idle_experts_have_zero_gradients(nan_scratch, "triton")
-    test_idle_and_padding.test_no_expert_has_rows(nan_scratch, 0, "triton")
 
 
 def test_by_hand() -> None:
@@ -88,7 +75,6 @@ def test_one_gradient_alone(wanted: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_main_grad_accumulates(dtype: torch.dtype) -> None:
     """In the kernel where `main_grad` is float32, after it where it is float64; the idle expert's is untouched."""
-    test_main_grad.test_accumulates_in_main_grad_and_leaves_grad_alone("triton")
     plain, wide = test_main_grad.build("triton"), test_main_grad.build("triton")
     for parameter in wide.parameters():
         parameter.main_grad = torch.zeros(parameter.shape, dtype=dtype)

@@ -16,9 +16,10 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 
 @needs_triton
-def test_kernels_under_the_interpreter() -> None:
+@pytest.mark.parametrize("name", ["interpreted_experts.py", "interpreted_conformance.py", "interpreted_long_rows.py"])
+def test_kernels_under_the_interpreter(name: str) -> None:
     # Triton reads the variable when a kernel is defined, so the kernels need a process of their own.
-    file = Path(__file__).with_name("interpreted_experts.py")
+    file = Path(__file__).with_name(name)
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(file)],
         cwd=file.parents[2],

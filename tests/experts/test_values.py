@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from coterie_experts import grouped_swiglu
+from coterie_experts import Activation, grouped_swiglu
 from coterie_experts.grouped_swiglu import reference, torch_native
 from torch import Tensor
 
@@ -182,10 +182,11 @@ def test_bfloat16_arithmetic_of_the_torch_back_end() -> None:
         leaves = [
             getattr(tensors, name).clone().requires_grad_() for name in ("rows", "row_weights", "gate_up", "down")
         ]
-        y = function(leaves[0], leaves[1], tensors.offsets, *leaves[2:])
+        plain = {"activation": Activation(), "up_bias": None, "down_bias": None}
+        y = function(leaves[0], leaves[1], tensors.offsets, *leaves[2:], **plain)
         return (y.detach(), *gradients(y, tuple(leaves), tensors.grad_y))
 
-    ours, plain = in_bfloat16(torch_native.grouped_swiglu), in_bfloat16(reference.grouped_swiglu)
+    ours, plain = in_bfloat16(torch_native.grouped_experts), in_bfloat16(reference.grouped_experts)
     for name, one, baseline, truth in zip(NAMES, ours, plain, exact, strict=True):
         assert one.dtype == (torch.float32 if name == "grad row_weights" else torch.bfloat16), name
         error, allowed = ((got.double() - truth).abs().max() for got in (one, baseline))

@@ -1,7 +1,9 @@
-"""Sizes and back-end of a layer of experts."""
+"""Sizes, activation and back-end of a layer of experts."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
+
+from coterie_experts.activation import Activation, ActivationName
 
 __all__ = ["Backend", "BACKENDS", "ExpertsConfig"]
 
@@ -11,21 +13,34 @@ BACKENDS: tuple[str, ...] = get_args(Backend)
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """Describe one layer of SwiGLU experts.
+    """Describe one layer of experts.
 
     Args:
         d_model: width D of a token.
         d_hidden: hidden width H of one expert.
         num_experts: number E of experts in the layer, over all ranks.
         backend: ``reference`` (loops, any dtype), ``torch`` (``F.grouped_mm``), ``triton`` (our kernels, bfloat16 on
-            compute capability 9) or ``auto``, which takes the fastest one that can run. A named back-end never falls
-            back to another.
+            compute capability 9, SwiGLU without biases) or ``auto``, which takes the fastest one that can run. A named
+            back-end never falls back to another.
+        activation: ``swiglu``, ``swiglu_clamped`` or ``relu_squared``; see ``Activation``.
+        swiglu_alpha: of ``swiglu_clamped``.
+        swiglu_limit: of ``swiglu_clamped``.
+        bias: give each expert a bias in both projections.
     """
 
     d_model: int
     d_hidden: int
     num_experts: int
     backend: Backend = "auto"
+    activation: ActivationName = "swiglu"
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+    bias: bool = False
+
+    @property
+    def activation_function(self) -> Activation:
+        """Return the activation with its numbers."""
+        return Activation(name=self.activation, alpha=self.swiglu_alpha, limit=self.swiglu_limit)
 
     def problems(self) -> list[str]:
         """Return every fault of this config as one sentence each; an empty list means it can be built."""
@@ -40,4 +55,4 @@ class ExpertsConfig:
         ]
         if self.backend not in BACKENDS:
             found.append(f"backend ({self.backend!r}) must be one of {', '.join(BACKENDS)}")
-        return found
+        return found + self.activation_function.problems()

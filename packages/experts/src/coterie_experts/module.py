@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from coterie_experts.config import ExpertsConfig
-from coterie_experts.grouped_swiglu import BackendChoice, choose_backend, grouped_swiglu, swiglu_of_tokens
+from coterie_experts.grouped_swiglu import BackendChoice, choose_backend, grouped_experts, swiglu_of_tokens
 from coterie_experts.initialisation import init_experts
 from coterie_experts.token_rows import order_by_expert, rows_from_tokens, sum_over_choices
 
@@ -12,11 +12,13 @@ __all__ = ["GroupedExperts"]
 
 
 class GroupedExperts(nn.Module):
-    """Hold the SwiGLU experts of one layer, or the part of them that lives on this rank.
+    """Hold the experts of one layer, or the part of them that lives on this rank.
 
     The parameters are ``gate_up`` (e, 2H, D), H gate rows and then H up rows for each expert, and ``down`` (e, D, H):
-    the [out, in] layout of ``nn.Linear`` and of the fused experts of Hugging Face. They start with seeded normal
-    numbers of standard deviation 1/sqrt(width in); ``init_experts`` replaces them.
+    the [out, in] layout of ``nn.Linear`` and of the fused experts of Hugging Face. An activation without a gate has
+    ``up`` (e, H, D) in place of ``gate_up``. With biases there are ``gate_up_bias`` (e, 2H), or ``up_bias`` (e, H), and
+    ``down_bias`` (e, D). Weights start with seeded normal numbers of standard deviation 1/sqrt(width in), biases with
+    zeros; ``init_experts`` replaces them.
 
     Args:
         config: sizes of the whole layer and the back-end.
@@ -29,6 +31,14 @@ class GroupedExperts(nn.Module):
         ValueError: the config has problems, the share is not within the layer, or the named back-end cannot run with
             these sizes, this dtype and this device.
     """
+
+    # Which of these exist depends on the activation and the biases.
+    gate_up: nn.Parameter
+    up: nn.Parameter
+    down: nn.Parameter
+    gate_up_bias: nn.Parameter
+    up_bias: nn.Parameter
+    down_bias: nn.Parameter
 
     def __init__(
         self,
@@ -53,11 +63,32 @@ class GroupedExperts(nn.Module):
         self.first_expert = first_expert
         self.num_local_experts = num_local
         d_model, d_hidden = config.d_model, config.d_hidden
-        self.gate_up = nn.Parameter(torch.empty(num_local, 2 * d_hidden, d_model, device=device, dtype=dtype))
-        self.down = nn.Parameter(torch.empty(num_local, d_model, d_hidden, device=device, dtype=dtype))
+        is_gated = config.activation_function.is_gated
+        up_name, d_pre = ("gate_up", 2 * d_hidden) if is_gated else ("up", d_hidden)
+
+        def add(name: str, *shape: int) -> None:
+            self.register_parameter(name, nn.Parameter(torch.empty(num_local, *shape, device=device, dtype=dtype)))
+
+        add(up_name, d_pre, d_model)
+        add("down", d_model, d_hidden)
+        if config.bias:
+            add(f"{up_name}_bias", d_pre)
+            add("down_bias", d_model)
         self._choice()
-        if not self.gate_up.is_meta:
+        if not self.down.is_meta:
             init_experts(self, seed=0, name="experts", std=d_model**-0.5, down_std=d_hidden**-0.5)
+
+    @property
+    def up_projection(self) -> Tensor:
+        """Return the parameter of the first projection, ``gate_up`` or ``up``."""
+        return self.gate_up if self.config.activation_function.is_gated else self.up
+
+    @property
+    def up_projection_bias(self) -> Tensor | None:
+        """Return its bias, if the experts have biases."""
+        if not self.config.bias:
+            return None
+        return self.gate_up_bias if self.config.activation_function.is_gated else self.up_bias
 
     @property
     def backend(self) -> str:
@@ -75,13 +106,23 @@ class GroupedExperts(nn.Module):
         Args:
             rows_RD: rows of local expert i at [offsets[i-1], offsets[i]); rows past the last end are not read, and
                 their output is zero.
-            row_weights_R: float32, multiplies the activation before the down projection.
+            row_weights_R: float32, multiplies the activation before the down projection, and the bias of that.
             offsets_e: int32, inclusive ends.
 
         Raises:
-            ValueError: see ``grouped_swiglu``.
+            ValueError: see ``grouped_experts``.
         """
-        return grouped_swiglu(rows_RD, row_weights_R, offsets_e, self.gate_up, self.down, backend=self.config.backend)
+        return grouped_experts(
+            rows_RD,
+            row_weights_R,
+            offsets_e,
+            self.up_projection,
+            self.down,
+            activation=self.config.activation_function,
+            up_bias=self.up_projection_bias,
+            down_bias=self.down_bias if self.config.bias else None,
+            backend=self.config.backend,
+        )
 
     def forward_tokens(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Send tokens through the experts they chose and add up what comes back.
@@ -101,7 +142,7 @@ class GroupedExperts(nn.Module):
         if problems:
             raise ValueError("\n".join(problems))
         if self.backend == "triton":
-            return swiglu_of_tokens(x_TD, ids_TK, weights_TK, self.gate_up, self.down)
+            return swiglu_of_tokens(x_TD, ids_TK, weights_TK, self.up_projection, self.down)
         order = order_by_expert(ids_TK, self.num_local_experts)
         row_weights_N = weights_TK.flatten().index_select(0, order.slot_of_row_N)
         return sum_over_choices(self(rows_from_tokens(x_TD, order), row_weights_N, order.offsets_e), order)
@@ -109,15 +150,19 @@ class GroupedExperts(nn.Module):
     def extra_repr(self) -> str:
         """Return sizes and back-end for ``print(module)``."""
         held = f"{self.first_expert} to {self.first_expert + self.num_local_experts - 1} of {self.config.num_experts}"
-        return f"experts {held}, d_model={self.config.d_model}, d_hidden={self.config.d_hidden}, backend={self.backend}"
+        config = self.config
+        sizes = f"d_model={config.d_model}, d_hidden={config.d_hidden}"
+        return f"experts {held}, {sizes}, activation={config.activation}, bias={config.bias}, backend={self.backend}"
 
     def _choice(self) -> BackendChoice:
         return choose_backend(
             self.config.backend,
             d_model=self.config.d_model,
             d_hidden=self.config.d_hidden,
-            dtype=self.gate_up.dtype,
-            device=self.gate_up.device,
+            dtype=self.down.dtype,
+            device=self.down.device,
+            activation=self.config.activation,
+            bias=self.config.bias,
         )
 
     def _token_problems(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> list[str]:

@@ -1,7 +1,8 @@
-"""The operation of a layer of experts: y = ((silu(x G^T) * (x U^T)) * w) D^T, each row with the weights of its expert.
+"""The operation of a layer of experts: y = (w * act(x U^T + b)) D^T + w * c, each row with the weights of its expert.
 
-``reference.py`` is plain torch and the ground truth; ``torch_native.py`` uses grouped matrix products;
-``triton_native.py`` and the files beside it hold our own kernels. This file checks the arguments and picks.
+``act`` is SwiGLU, unless another is asked for. ``reference.py`` is plain torch and the ground truth;
+``torch_native.py`` uses grouped matrix products; ``triton_native.py`` and the files beside it hold our own kernels.
+This file checks the arguments and picks.
 """
 
 from dataclasses import dataclass
@@ -10,11 +11,14 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from coterie_experts.activation import Activation
 from coterie_experts.config import BACKENDS
 from coterie_experts.grouped_swiglu import reference, torch_native, triton_native
 from coterie_experts.main_grad import into_main_grad, split_main_grad
 
-__all__ = ["BackendChoice", "choose_backend", "grouped_swiglu", "swiglu_of_tokens"]
+__all__ = ["BackendChoice", "choose_backend", "grouped_experts", "grouped_swiglu", "swiglu_of_tokens"]
+
+_SWIGLU = Activation()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +30,14 @@ class BackendChoice:
 
 
 def choose_backend(
-    backend: str, *, d_model: int, d_hidden: int, dtype: torch.dtype, device: torch.device
+    backend: str,
+    *,
+    d_model: int,
+    d_hidden: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    activation: str = "swiglu",
+    bias: bool = False,
 ) -> BackendChoice:
     """Pick the back-end for these sizes, dtype and device; ``meta`` counts as a device that can do anything.
 
@@ -37,21 +48,29 @@ def choose_backend(
         raise ValueError(f"backend ({backend!r}) must be one of {', '.join(BACKENDS)}")
     if backend == "reference":
         return BackendChoice(name="reference", reason="'reference' was asked for by name")
+    sizes = {"d_model": d_model, "d_hidden": d_hidden}
+
+    def obstacle_of(name: str) -> str | None:
+        if name == "torch":
+            return torch_native.obstacle(**sizes, dtype=dtype, device=device)
+        return triton_native.obstacle(**sizes, dtype=dtype, device=device, activation=activation, bias=bias)
+
     if backend in ("torch", "triton"):
-        native = torch_native if backend == "torch" else triton_native
-        obstacle = native.obstacle(d_model=d_model, d_hidden=d_hidden, dtype=dtype, device=device)
+        obstacle = obstacle_of(backend)
         if obstacle is not None:
             raise ValueError(f"backend {backend!r} cannot run: {obstacle}; or choose backend 'auto' or 'reference'")
         return BackendChoice(name=backend, reason=f"{backend!r} was asked for by name")
-    sizes = {"d_model": d_model, "d_hidden": d_hidden}
-    if device.type == "cuda" and triton_native.obstacle(**sizes, dtype=dtype, device=device) is None:
-        return BackendChoice(
-            name="triton", reason=f"the Triton kernels can run {dtype} on {device.type}, the fastest there"
-        )
-    obstacle = torch_native.obstacle(**sizes, dtype=dtype, device=device)
+    where, not_triton = f"{dtype} on {device.type}", ""
+    if device.type == "cuda":
+        obstacle = obstacle_of("triton")
+        if obstacle is None:
+            return BackendChoice(name="triton", reason=f"the Triton kernels can run {where}, the fastest there")
+        not_triton = f"; 'triton' cannot run: {obstacle}"
+    obstacle = obstacle_of("torch")
     if obstacle is not None:
-        return BackendChoice(name="reference", reason=f"'torch' cannot run: {obstacle}")
-    return BackendChoice(name="torch", reason=f"F.grouped_mm can run {dtype} on {device.type} and is faster than loops")
+        return BackendChoice(name="reference", reason=f"'torch' cannot run: {obstacle}{not_triton}")
+    reason = f"F.grouped_mm can run {where} and is faster than loops{not_triton}"
+    return BackendChoice(name="torch", reason=reason)
 
 
 def grouped_swiglu(
@@ -63,19 +82,40 @@ def grouped_swiglu(
     *,
     backend: str = "auto",
 ) -> Tensor:
+    """Send each row through its SwiGLU expert: ``grouped_experts`` with that activation and without biases."""
+    return grouped_experts(rows_RD, row_weights_R, offsets_e, gate_up, down, backend=backend)
+
+
+def grouped_experts(
+    rows_RD: Tensor,
+    row_weights_R: Tensor,
+    offsets_e: Tensor,
+    up: Tensor,
+    down: Tensor,
+    *,
+    activation: Activation = _SWIGLU,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
     """Send each row through its expert: rows [offsets[i-1], offsets[i]) belong to local expert i.
 
-    The row weight multiplies the activation before the down projection, so the sum over the experts of a token is a
-    plain sum. Rows past ``offsets_e[-1]`` are not read; their output and their gradients are zero. A row of weight zero
-    adds exactly zero to every output and weight gradient, whatever numbers it holds (padding may hold NaN); the
-    gradient of its weight is the true one where it is finite, else zero. An expert with no rows has a zero gradient.
+    The row weight multiplies the output of the expert, so that the sum over the experts of a token is a plain sum. It
+    is applied to the activation before the down projection, and to the bias of that projection. Rows past
+    ``offsets_e[-1]`` are not read; their output and their gradients are zero. A row of weight zero adds exactly zero
+    to every output and weight gradient, whatever numbers it holds (padding may hold NaN); the gradient of its weight
+    is the true one where it is finite, else zero. An expert with no rows has a zero gradient.
 
     Args:
         rows_RD: the dtype of the weights; any strides.
         row_weights_R: float32 (float64 if the rows are float64).
         offsets_e: int32, inclusive ends of the experts' segments, on the device of the rows.
-        gate_up: (e, 2H, D), gate rows first. If it has a ``main_grad`` its gradient is added there, else to ``grad``.
-        down: (e, D, H), likewise.
+        up: (e, P, D) with P = 2H, gate rows first, or P = H where the activation has no gate. If it has a
+            ``main_grad`` its gradient is added there, else to ``grad``.
+        down: (e, D, H), likewise; so are the biases.
+        activation: see ``Activation``.
+        up_bias: (e, P), added before the activation.
+        down_bias: (e, D), added to the output of the expert.
         backend: see ``choose_backend``.
 
     Returns:
@@ -85,19 +125,38 @@ def grouped_swiglu(
         ValueError: shapes, dtypes or devices do not fit; on the CPU also offsets that fall or run past the rows (on a
             GPU that check would cost a host synchronisation, so it is not made).
     """
-    problems = _argument_problems(rows_RD, row_weights_R, offsets_e, gate_up, down)
+    biases = {"up_bias": up_bias, "down_bias": down_bias}
+    given = {name: bias for name, bias in biases.items() if bias is not None}
+    problems = activation.problems() or _argument_problems(
+        rows_RD, row_weights_R, offsets_e, up, down, given, is_gated=activation.is_gated
+    )
     if problems:
         raise ValueError("\n".join(problems))
     choice = choose_backend(
-        backend, d_model=gate_up.shape[2], d_hidden=down.shape[2], dtype=rows_RD.dtype, device=rows_RD.device
+        backend,
+        d_model=up.shape[2],
+        d_hidden=down.shape[2],
+        dtype=rows_RD.dtype,
+        device=rows_RD.device,
+        activation=activation.name,
+        bias=bool(given),
     )
     if choice.name == "triton":
-        (gate_up, gate_up_grad), (down, down_grad) = split_main_grad(gate_up), split_main_grad(down)
+        (up, up_grad), (down, down_grad) = split_main_grad(up), split_main_grad(down)
         return triton_native.grouped_swiglu(
-            rows_RD, row_weights_R, offsets_e, gate_up, down, main_grads=(gate_up_grad, down_grad)
+            rows_RD, row_weights_R, offsets_e, up, down, main_grads=(up_grad, down_grad)
         )
-    run = torch_native.grouped_swiglu if choice.name == "torch" else reference.grouped_swiglu
-    return run(rows_RD, row_weights_R, offsets_e, into_main_grad(gate_up), into_main_grad(down))
+    run = torch_native.grouped_experts if choice.name == "torch" else reference.grouped_experts
+    return run(
+        rows_RD,
+        row_weights_R,
+        offsets_e,
+        into_main_grad(up),
+        into_main_grad(down),
+        activation=activation,
+        up_bias=None if up_bias is None else into_main_grad(up_bias),
+        down_bias=None if down_bias is None else into_main_grad(down_bias),
+    )
 
 
 def swiglu_of_tokens(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -117,13 +176,21 @@ def swiglu_of_tokens(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, gate_up: 
 
 
 def _argument_problems(
-    rows_RD: Tensor, row_weights_R: Tensor, offsets_e: Tensor, gate_up: Tensor, down: Tensor
+    rows_RD: Tensor,
+    row_weights_R: Tensor,
+    offsets_e: Tensor,
+    up: Tensor,
+    down: Tensor,
+    biases: dict[str, Tensor],
+    *,
+    is_gated: bool,
 ) -> list[str]:
-    shape_problem = _shape_problem(rows_RD, row_weights_R, offsets_e, gate_up, down)
+    up_name = "gate_up" if is_gated else "up"
+    shape_problem = _shape_problem(rows_RD, row_weights_R, offsets_e, up, down, biases, is_gated=is_gated)
     if shape_problem is not None:
         return [shape_problem]
     found = _tensor_problems(
-        rows_RD, {"row_weights": row_weights_R, "offsets": offsets_e, "gate_up": gate_up, "down": down}
+        rows_RD, {"row_weights": row_weights_R, "offsets": offsets_e, up_name: up, "down": down, **biases}
     )
     if not found and offsets_e.device.type == "cpu":
         found += _offset_problems(offsets_e.tolist(), rows_RD.shape[0])
@@ -144,23 +211,49 @@ def _tensor_problems(rows: Tensor, others: dict[str, Tensor]) -> list[str]:
 
 
 def _shape_problem(
-    rows_RD: Tensor, row_weights_R: Tensor, offsets_e: Tensor, gate_up: Tensor, down: Tensor
+    rows_RD: Tensor,
+    row_weights_R: Tensor,
+    offsets_e: Tensor,
+    up: Tensor,
+    down: Tensor,
+    biases: dict[str, Tensor],
+    *,
+    is_gated: bool,
 ) -> str | None:
-    if gate_up.dim() == 3 and down.dim() == 3 and rows_RD.dim() == 2:
+    up_name, up_width = ("gate_up", "2H") if is_gated else ("up", "H")
+    if down.dim() == 3 and rows_RD.dim() == 2:
         num_experts, d_model, d_hidden = down.shape
-        wanted = (
-            (rows_RD.shape[0], d_model),
-            (rows_RD.shape[0],),
-            (num_experts,),
-            (num_experts, 2 * d_hidden, d_model),
-        )
-        if wanted == (rows_RD.shape, row_weights_R.shape, offsets_e.shape, gate_up.shape):
+        d_pre = 2 * d_hidden if is_gated else d_hidden
+        wanted = {
+            "rows": (rows_RD.shape[0], d_model),
+            "row_weights": (rows_RD.shape[0],),
+            "offsets": (num_experts,),
+            "up": (num_experts, d_pre, d_model),
+            "up_bias": (num_experts, d_pre),
+            "down_bias": (num_experts, d_model),
+        }
+        tensors = {"rows": rows_RD, "row_weights": row_weights_R, "offsets": offsets_e, "up": up, **biases}
+        if num_experts > 0 and all(tensor.shape == wanted[name] for name, tensor in tensors.items()):
             return None
-    return (
-        "shapes must be rows (R, D), row_weights (R), offsets (e), gate_up (e, 2H, D), down (e, D, H), but are "
-        f"rows {tuple(rows_RD.shape)}, row_weights {tuple(row_weights_R.shape)}, offsets {tuple(offsets_e.shape)}, "
-        f"gate_up {tuple(gate_up.shape)}, down {tuple(down.shape)}"
+    formulas = {"up_bias": f"up_bias (e, {up_width})", "down_bias": "down_bias (e, D)"}
+    wanted_text = ", ".join(
+        (
+            "rows (R, D), row_weights (R), offsets (e)",
+            f"{up_name} (e, {up_width}, D)",
+            "down (e, D, H)",
+            *(formulas[name] for name in biases),
+        )
     )
+    shown = {
+        "rows": rows_RD,
+        "row_weights": row_weights_R,
+        "offsets": offsets_e,
+        up_name: up,
+        "down": down,
+        **biases,
+    }
+    found_text = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in shown.items())
+    return f"shapes must be {wanted_text}, but are {found_text}"
 
 
 def _offset_problems(ends: list[int], num_rows: int) -> list[str]:

@@ -1,43 +1,81 @@
 """Plain torch loop over the experts: the ground truth, for any floating dtype, differentiated by autograd."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["grouped_swiglu"]
+from coterie_experts.activation import Activation
+
+__all__ = ["grouped_experts"]
 
 
-def grouped_swiglu(rows_RD: Tensor, row_weights_R: Tensor, offsets_e: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Run the experts one after another; see ``coterie_experts.grouped_swiglu`` for the contract.
+def grouped_experts(
+    rows_RD: Tensor,
+    row_weights_R: Tensor,
+    offsets_e: Tensor,
+    up: Tensor,
+    down: Tensor,
+    *,
+    activation: Activation,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+) -> Tensor:
+    """Run the experts one after another; see ``coterie_experts.grouped_experts`` for the contract.
 
     Reads the offsets on the host. Element-wise mathematics is in the dtype of the row weights, at least float32.
     """
     outputs = []
     start = 0
     # Every expert takes part, with zero rows too, so that its gradient is zero and not None.
-    for end, gate_up_one, down_one in zip(offsets_e.tolist(), gate_up.unbind(), down.unbind(), strict=True):
-        outputs.append(_one_expert(rows_RD[start:end], row_weights_R[start:end], gate_up_one, down_one))
+    for expert, (end, up_one, down_one) in enumerate(zip(offsets_e.tolist(), up.unbind(), down.unbind(), strict=True)):
+        one = _Expert(
+            activation=activation,
+            up=up_one,
+            down=down_one,
+            up_bias=None if up_bias is None else up_bias[expert],
+            down_bias=None if down_bias is None else down_bias[expert],
+        )
+        outputs.append(one.weighted(rows_RD[start:end], row_weights_R[start:end]))
         start = end
     outputs.append(rows_RD.new_zeros(rows_RD.shape[0] - start, rows_RD.shape[1]))
     return torch.cat(outputs)
 
 
-def _one_expert(rows_RD: Tensor, weights_R: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    is_zero_R1 = (weights_R == 0)[:, None]
-    # Selected, not multiplied: zero times NaN is NaN. The second selection keeps a NaN gradient out of `down`.
-    activation_RH = _activation(rows_RD.masked_fill(is_zero_R1, 0), gate_up) * weights_R[:, None]
-    y_RD = (activation_RH.to(down.dtype) @ down.T).masked_fill(is_zero_R1, 0)
-    if not is_zero_R1.any():
+class _Expert:
+    def __init__(
+        self, *, activation: Activation, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None
+    ) -> None:
+        self.activation, self.up, self.down = activation, up, down
+        self.up_bias, self.down_bias = up_bias, down_bias
+
+    def weighted(self, rows_RD: Tensor, weights_R: Tensor) -> Tensor:
+        """Return the outputs times the row weights; rows of weight zero give zero, whatever they hold."""
+        is_zero_R1 = (weights_R == 0)[:, None]
+        # Selected, not multiplied: zero times NaN is NaN. The second selection keeps a NaN gradient out of `down`.
+        y_RD = self._output(rows_RD.masked_fill(is_zero_R1, 0), weights_R).masked_fill(is_zero_R1, 0)
+        if not is_zero_R1.any():
+            return y_RD
+        # A weight of zero still has a gradient: what the row would have given with weight one.
+        with torch.no_grad():
+            unit_RD = self._output(rows_RD, torch.ones_like(weights_R))
+            is_used_R1 = is_zero_R1 & unit_RD.isfinite().all(dim=1, keepdim=True)
+            unit_RD = unit_RD.masked_fill(~is_used_R1, 0)
+        weights_R1 = torch.where(is_zero_R1, weights_R[:, None], 0)
+        if weights_R1.requires_grad:
+            weights_R1.register_hook(_finite_or_zero)  # type: ignore[no-untyped-call]
+        return y_RD + (weights_R1 * unit_RD).to(y_RD.dtype)
+
+    def _output(self, rows_RD: Tensor, weights_R: Tensor) -> Tensor:
+        pre_RP = rows_RD @ self.up.T
+        pre_RP = pre_RP.to(torch.promote_types(pre_RP.dtype, torch.float32))
+        if self.up_bias is not None:
+            pre_RP = pre_RP + self.up_bias
+        # The weight multiplies the activation, and so the product with `down`; the bias of `down` takes it too.
+        y_RD = (self.activation.forward(pre_RP) * weights_R[:, None]).to(rows_RD.dtype) @ self.down.T
+        if self.down_bias is not None:
+            y_RD = (y_RD + weights_R[:, None] * self.down_bias).to(y_RD.dtype)
         return y_RD
-    # A weight of zero still has a gradient: what the row would have given with weight one.
-    with torch.no_grad():
-        unit_RD = _activation(rows_RD, gate_up).to(down.dtype) @ down.T
-        is_used_R1 = is_zero_R1 & unit_RD.isfinite().all(dim=1, keepdim=True)
-        unit_RD = unit_RD.masked_fill(~is_used_R1, 0)
-    return y_RD + (weights_R[:, None] * unit_RD).to(y_RD.dtype)
 
 
-def _activation(rows_RD: Tensor, gate_up: Tensor) -> Tensor:
-    pre_R2H = rows_RD @ gate_up.T
-    gate_RH, up_RH = pre_R2H.to(torch.promote_types(pre_R2H.dtype, torch.float32)).chunk(2, dim=1)
-    return F.silu(gate_RH) * up_RH
+def _finite_or_zero(grad_R1: Tensor | None) -> Tensor | None:
+    # None is what autograd hands on where nothing came back.
+    return None if grad_R1 is None else grad_R1.masked_fill(~grad_R1.isfinite(), 0)

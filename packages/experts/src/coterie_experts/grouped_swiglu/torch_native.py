@@ -1,4 +1,4 @@
-"""Experts on ``torch.nn.functional.grouped_mm``: six grouped products, no host synchronisation on a GPU.
+"""Experts on ``torch.nn.functional.grouped_mm``: grouped products, no host synchronisation on a GPU.
 
 What ``grouped_mm`` needs (torch 2.14.1, CPU): float32, bfloat16 or float16; int32 offsets; the slow stride of each
 operand a multiple of 16 bytes; no expanded strides (a gradient of ``sum()`` has them). It gives: a weight gradient of
@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["grouped_swiglu", "obstacle"]
+from coterie_experts.activation import Activation
+
+__all__ = ["grouped_experts", "obstacle"]
 
 
 def obstacle(*, d_model: int, d_hidden: int, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -33,72 +35,125 @@ def obstacle(*, d_model: int, d_hidden: int, dtype: torch.dtype, device: torch.d
     return None
 
 
-def grouped_swiglu(rows_RD: Tensor, row_weights_R: Tensor, offsets_e: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Run all experts in grouped products; see ``coterie_experts.grouped_swiglu`` for the contract.
+def grouped_experts(
+    rows_RD: Tensor,
+    row_weights_R: Tensor,
+    offsets_e: Tensor,
+    up: Tensor,
+    down: Tensor,
+    *,
+    activation: Activation,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+) -> Tensor:
+    """Run all experts in grouped products; see ``coterie_experts.grouped_experts`` for the contract.
 
-    Keeps the rows, the pre-activation (R, 2H) and the row weights for the backward pass, which computes the activation
+    Keeps the rows, the product with ``up`` and the row weights for the backward pass, which computes the activation
     again. Can be differentiated once.
     """
-    y_RD: Tensor = _GroupedSwiGLU.apply(rows_RD, row_weights_R, offsets_e, gate_up, down)
+    y_RD: Tensor = _GroupedExperts.apply(rows_RD, row_weights_R, offsets_e, up, down, up_bias, down_bias, activation)
     return y_RD
 
 
-class _GroupedSwiGLU(torch.autograd.Function):
+class _GroupedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows_RD: Tensor, weights_R: Tensor, offsets_e: Tensor, gate_up: Tensor, down: Tensor
+        ctx: Any,
+        rows_RD: Tensor,
+        weights_R: Tensor,
+        offsets_e: Tensor,
+        up: Tensor,
+        down: Tensor,
+        up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        activation: Activation,
     ) -> Tensor:
         rows_RD = _row_major(rows_RD)
-        pre_R2H = F.grouped_mm(rows_RD, gate_up.mT, offs=offsets_e)
-        gate_RH, up_RH = _in_float32(pre_R2H).chunk(2, dim=1)
-        activation_RH = F.silu(gate_RH).mul_(up_RH).mul_(weights_R[:, None])
+        product_RP = F.grouped_mm(rows_RD, up.mT, offs=offsets_e)
+        activation_RH, _ = activation.forward_and_kept(_add_bias(_in_float32(product_RP), up_bias, offsets_e))
+        activation_RH.mul_(weights_R[:, None])
         _clear_rows(activation_RH, _zero_weight_rows(weights_R))
         y_RD = F.grouped_mm(activation_RH.to(rows_RD.dtype), down.mT, offs=offsets_e)
+        if down_bias is not None:
+            y_RD = _add_bias(_in_float32(y_RD), down_bias, offsets_e, weights_R).to(y_RD.dtype)
         _clear_rows(y_RD, _rows_past_the_end(rows_RD, offsets_e))
-        ctx.save_for_backward(rows_RD, weights_R, offsets_e, gate_up, down, pre_R2H)
+        ctx.save_for_backward(rows_RD, weights_R, offsets_e, up, down, up_bias, down_bias, product_RP)
+        ctx.activation = activation
         return y_RD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y_RD: Tensor) -> tuple[Tensor | None, ...]:
-        rows_RD, weights_R, offsets_e, gate_up, down, pre_R2H = ctx.saved_tensors
-        needs_rows, needs_weights, _, needs_gate_up, needs_down = ctx.needs_input_grad
+        rows_RD, weights_R, offsets_e, up, down, up_bias, down_bias, product_RP = ctx.saved_tensors
+        needs_rows, needs_weights, _, needs_up, needs_down, needs_up_bias, needs_down_bias, _ = ctx.needs_input_grad
         zero_weight_R = _zero_weight_rows(weights_R)
         past_end_R = _rows_past_the_end(rows_RD, offsets_e)
         grad_y_RD = _row_major(grad_y_RD)
 
-        gate_RH, up_RH = _in_float32(pre_R2H).chunk(2, dim=1)
-        silu_RH = F.silu(gate_RH)
-        activation_RH = silu_RH * up_RH
+        pre_RP = _add_bias(_in_float32(product_RP), up_bias, offsets_e)
+        activation_RH, kept_RH = ctx.activation.forward_and_kept(pre_RP)
         grad_weighted_RH = _in_float32(F.grouped_mm(grad_y_RD, down, offs=offsets_e))
 
-        grad_weights_R = grad_down = grad_rows_RD = grad_gate_up = None
+        grad_weights_R = grad_rows_RD = grad_up = grad_down = grad_up_bias = grad_down_bias = None
         if needs_weights:
             grad_weights_R = torch.linalg.vecdot(grad_weighted_RH, activation_RH)
+            if down_bias is not None:
+                bias_RD = _by_row(down_bias, offsets_e, rows_RD.shape[0]).to(torch.float32)
+                grad_weights_R += torch.linalg.vecdot(_in_float32(grad_y_RD), bias_RD)
             _clear_rows(grad_weights_R, past_end_R)
             if zero_weight_R is not None:
                 grad_weights_R.masked_fill_(zero_weight_R & ~grad_weights_R.isfinite(), 0)
-        if needs_down:
-            weighted_RH = activation_RH.mul_(weights_R[:, None])
-            _clear_rows(weighted_RH, zero_weight_R)
-            grad_down = _weight_gradient(
-                _without_rows(grad_y_RD, zero_weight_R), weighted_RH.to(rows_RD.dtype), offsets_e
-            )
-        if needs_rows or needs_gate_up:
+        if needs_down or needs_down_bias:
+            counted_RD = _without_rows(grad_y_RD, zero_weight_R)
+            if needs_down:
+                weighted_RH = activation_RH.mul_(weights_R[:, None])
+                _clear_rows(weighted_RH, zero_weight_R)
+                grad_down = _weight_gradient(counted_RD, weighted_RH.to(rows_RD.dtype), offsets_e)
+            if needs_down_bias:
+                grad_down_bias = _bias_gradient(counted_RD, offsets_e, weights_R)
+        if needs_rows or needs_up or needs_up_bias:
             grad_activation_RH = grad_weighted_RH.mul_(weights_R[:, None])
-            grad_pre_R2H = torch.empty_like(pre_R2H, dtype=torch.float32)
-            grad_gate_RH, grad_up_RH = grad_pre_R2H.chunk(2, dim=1)
-            torch.mul(grad_activation_RH, up_RH, out=grad_gate_RH)
-            torch.ops.aten.silu_backward(grad_gate_RH, gate_RH, grad_input=grad_gate_RH)
-            torch.mul(grad_activation_RH, silu_RH, out=grad_up_RH)
-            _clear_rows(grad_pre_R2H, zero_weight_R)
-            grad_pre_R2H = grad_pre_R2H.to(pre_R2H.dtype)
+            grad_pre_RP = ctx.activation.backward(grad_activation_RH, pre_RP, kept_RH)
+            _clear_rows(grad_pre_RP, zero_weight_R)
+            grad_pre_RP = grad_pre_RP.to(product_RP.dtype)
             if needs_rows:
-                grad_rows_RD = F.grouped_mm(grad_pre_R2H, gate_up, offs=offsets_e)
+                grad_rows_RD = F.grouped_mm(grad_pre_RP, up, offs=offsets_e)
                 _clear_rows(grad_rows_RD, past_end_R)
-            if needs_gate_up:
-                grad_gate_up = _weight_gradient(grad_pre_R2H, _without_rows(rows_RD, zero_weight_R), offsets_e)
-        return grad_rows_RD, grad_weights_R, None, grad_gate_up, grad_down
+            if needs_up:
+                grad_up = _weight_gradient(grad_pre_RP, _without_rows(rows_RD, zero_weight_R), offsets_e)
+            if needs_up_bias:
+                grad_up_bias = _bias_gradient(grad_pre_RP, offsets_e, None)
+        return grad_rows_RD, grad_weights_R, None, grad_up, grad_down, grad_up_bias, grad_down_bias, None
+
+
+def _by_row(bias_eN: Tensor, offsets_e: Tensor, num_rows: int) -> Tensor:
+    """Return the bias of the expert of each row (R, N); rows past the end take one too, which nobody reads."""
+    rows_R = torch.arange(num_rows, dtype=offsets_e.dtype, device=offsets_e.device)
+    expert_R = torch.searchsorted(offsets_e, rows_R, right=True).clamp_(max=bias_eN.shape[0] - 1)
+    return bias_eN.index_select(0, expert_R)
+
+
+def _add_bias(rows_RN: Tensor, bias_eN: Tensor | None, offsets_e: Tensor, weights_R: Tensor | None = None) -> Tensor:
+    """Return float32 rows plus the bias of their expert, times the row weight where there is one."""
+    if bias_eN is None:
+        return rows_RN
+    bias_RN = _by_row(bias_eN, offsets_e, rows_RN.shape[0])
+    return rows_RN + (bias_RN if weights_R is None else bias_RN * weights_R[:, None])
+
+
+def _bias_gradient(grad_RN: Tensor, offsets_e: Tensor, weights_R: Tensor | None) -> Tensor:
+    """Return the sum of the rows of each expert, each times its row weight where there is one, (e, N).
+
+    A grouped product with columns that are all alike, as many as its operands need to be 16 bytes wide: the only sum by
+    segments that is deterministic, exact in float32 and free of a look at the offsets from the host.
+    """
+    num_columns = 16 // grad_RN.dtype.itemsize
+    columns_RC = (
+        torch.ones(grad_RN.shape[0], num_columns, dtype=grad_RN.dtype, device=grad_RN.device)
+        if weights_R is None
+        else weights_R.to(grad_RN.dtype)[:, None].expand(-1, num_columns).clone(memory_format=torch.contiguous_format)
+    )
+    return _weight_gradient(grad_RN, columns_RC, offsets_e)[:, :, 0]
 
 
 def _weight_gradient(grad_out_RN: Tensor, in_RK: Tensor, offsets_e: Tensor) -> Tensor:

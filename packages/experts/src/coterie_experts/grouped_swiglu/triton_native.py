@@ -16,8 +16,20 @@ from torch.autograd.function import once_differentiable
 __all__ = ["grouped_swiglu", "obstacle", "swiglu_of_tokens"]
 
 
-def obstacle(*, d_model: int, d_hidden: int, dtype: torch.dtype, device: torch.device) -> str | None:
+def obstacle(
+    *,
+    d_model: int,
+    d_hidden: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    activation: str = "swiglu",
+    bias: bool = False,
+) -> str | None:
     """Return why this back-end cannot run, with what would work, or None if it can."""
+    if activation != "swiglu":
+        return f"its kernels have the activation swiglu, not {activation}"
+    if bias:
+        return "its kernels have no biases"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if device.type == "cpu":

@@ -1,0 +1,311 @@
+"""Run a back-end on the cases and compare every output and every gradient with the ground truth."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from coterie_experts.activation import Activation
+from coterie_experts.config import Backend, ExpertsConfig
+from coterie_experts.conformance.cases import CASES, TOKEN_CASES, Case, TokenCase, make_tensors, make_tokens
+from coterie_experts.conformance.reference import plain_experts
+from coterie_experts.grouped_swiglu import choose_backend, grouped_experts
+from coterie_experts.module import GroupedExperts
+from coterie_experts.token_rows import order_by_expert, rows_from_tokens, sum_over_choices
+
+__all__ = ["case_problems", "conformance_problems", "refusal", "token_case_problems"]
+
+Tensors = dict[str, Tensor]
+"""The arguments of one run, or its output ("y") and the gradient of each of its leaves."""
+
+_PER_ROW = ("rows", "row_weights", "grad_y")
+_NAN = float("nan")
+
+
+def conformance_problems(
+    backend: Backend,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    repeats: int = 20,
+    cases: Iterable[Case] = CASES,
+    token_cases: Iterable[TokenCase] = TOKEN_CASES,
+) -> list[str]:
+    """Return a sentence for every way in which ``backend`` breaks the contract.
+
+    Args:
+        backend: ``reference``, ``torch`` or ``triton``.
+        device: where it runs.
+        dtype: of rows and weights.
+        repeats: runs that have to give the same bits.
+        cases: of ``grouped_experts``; those that the back-end refuses (see ``refusal``) are left out, but it must
+            take SwiGLU without biases.
+        token_cases: of ``forward_tokens``.
+    """
+    found = []
+    for case in cases:
+        reason = refusal(backend, case, device=device, dtype=dtype)
+        if reason is None:
+            found += case_problems(backend, case, device=device, dtype=dtype, repeats=repeats)
+        elif case.activation.name == "swiglu" and not case.bias:
+            found.append(f"{case.name}: {reason}")
+    for token_case in token_cases:
+        found += token_case_problems(backend, token_case, device=device, dtype=dtype)
+    return found
+
+
+def refusal(backend: Backend, case: Case, *, device: torch.device | str, dtype: torch.dtype) -> str | None:
+    """Return why the back-end does not take a case, or None if it does."""
+    try:
+        choose_backend(
+            backend,
+            d_model=case.d_model,
+            d_hidden=case.d_hidden,
+            dtype=dtype,
+            device=torch.device(device),
+            activation=case.activation.name,
+            bias=case.bias,
+        )
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def case_problems(
+    backend: Backend,
+    case: Case,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    repeats: int = 20,
+) -> list[str]:
+    """Return a sentence for every way in which ``backend`` breaks the contract of ``grouped_experts`` on one case."""
+    values = {name: _rounded(name, value, device, dtype) for name, value in make_tensors(case).items()}
+    exact = _run(_plain(case), {name: value.double() for name, value in values.items()})
+    plain = _run(_plain(case), values)
+    ours = _ours(backend, case)
+    first = _run(ours, values)
+
+    found = [f"values: {problem}" for problem in _beyond_rounding(first, plain, exact)]
+    idle = [expert for expert, count in enumerate(case.counts) if count == 0]
+    for name in ("up", "down", "up_bias", "down_bias"):
+        if name in first and bool((first[name][idle] != 0).any()):
+            found.append(f"values: the gradient of {name} is not zero for an expert without rows")
+    strided = _run(ours, {name: _strided(value) if name in _PER_ROW else value for name, value in values.items()})
+    found += [f"strides: {problem}" for problem in _beyond_rounding(strided, plain, exact)]
+    for _ in range(repeats):
+        found += [f"repeated: {problem}" for problem in _differences(_run(ours, values), first)]
+    found += _main_grad_problems(ours, values, first)
+    found += _padding_problems(ours, values, case)
+    # The same fault in twenty runs is one fault.
+    return [f"{case.name}: {problem}" for problem in dict.fromkeys(found)]
+
+
+def _main_grad_problems(ours: Callable[[Tensors], Tensor], values: Tensors, first: Tensors) -> list[str]:
+    main_grads = {
+        name: torch.full(value.shape, 0.5, dtype=torch.promote_types(value.dtype, torch.float32), device=value.device)
+        for name, value in values.items()
+        if name not in _PER_ROW
+    }
+    found = []
+    run = _run(ours, values, main_grads)
+    for name, main_grad in main_grads.items():
+        if name in run:
+            found.append(f"main_grad: the gradient of {name} went to grad")
+        gradient = first[name].to(main_grad.dtype)
+        # Adding 0.5 and taking it off costs half a unit each; what it is compared with was rounded to the dtype.
+        size = _largest(gradient)
+        allowed = torch.finfo(main_grad.dtype).eps * (0.5 + size) + torch.finfo(first[name].dtype).eps * size
+        error = _largest(main_grad - 0.5 - gradient)
+        if not error <= allowed:
+            found.append(f"main_grad: the sum of {name} is off by {error:.3g}, where {allowed:.3g} is rounding")
+    return found
+
+
+def _padding_problems(ours: Callable[[Tensors], Tensor], values: Tensors, case: Case) -> list[str]:
+    """Rows of weight zero, and rows past the end, hold NaN: everything is as if they held numbers."""
+    used = sum(case.counts)
+    is_zero_R = torch.zeros(values["rows"].shape[0], dtype=torch.bool, device=values["rows"].device)
+    is_zero_R[:used:3] = True
+    is_past_R = torch.arange(len(is_zero_R), device=is_zero_R.device) >= used
+    clean = {**values, "row_weights": values["row_weights"].masked_fill(is_zero_R, 0)}
+    dirty = {
+        **clean,
+        "rows": clean["rows"].masked_fill((is_zero_R | is_past_R)[:, None], _NAN),
+        "grad_y": clean["grad_y"].masked_fill((is_zero_R | is_past_R)[:, None], _NAN),
+        "row_weights": clean["row_weights"].masked_fill(is_past_R, _NAN),
+    }
+    expected, got = _run(ours, clean), _run(ours, dirty)
+    # The weight of a clean row has a true gradient, that of a NaN row zero.
+    expected["row_weights"] = expected["row_weights"].masked_fill(is_zero_R, 0)
+    for name in ("y", "rows"):
+        expected[name] = expected[name].masked_fill((is_zero_R | is_past_R)[:, None], 0)
+    return [f"NaN in padding: {problem}" for problem in _differences(got, expected)]
+
+
+def token_case_problems(
+    backend: Backend,
+    case: TokenCase,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> list[str]:
+    """Return a sentence for every way in which ``backend`` breaks the contract of ``forward_tokens`` on one case.
+
+    It has to equal rows in the order (expert, token, choice), ``forward`` and a sum by choice bit for bit, and a loop
+    over tokens in float64 up to rounding; what is not routed may hold NaN.
+    """
+    config = ExpertsConfig(d_model=case.d_model, d_hidden=case.d_hidden, num_experts=case.num_experts, backend=backend)
+    experts = GroupedExperts(config, device=device, dtype=dtype)
+    tokens = make_tokens(case)
+    ids_TK = tokens.ids_TK.to(device)
+    values = {
+        name: _rounded(name, value, device, dtype)
+        for name, value in {
+            "x": tokens.x_TD,
+            "weights": tokens.weights_TK,
+            "gate_up": tokens.gate_up,
+            "down": tokens.down,
+            "grad_y": tokens.grad_y_TD,
+        }.items()
+    }
+
+    def whole(t: Tensors) -> Tensor:
+        _set_weights(experts, t)
+        return experts.forward_tokens(t["x"], ids_TK, t["weights"])
+
+    def in_steps(t: Tensors) -> Tensor:
+        _set_weights(experts, t)
+        order = order_by_expert(ids_TK, case.num_experts)
+        row_weights_N = t["weights"].flatten().index_select(0, order.slot_of_row_N)
+        return sum_over_choices(experts(rows_from_tokens(t["x"], order), row_weights_N, order.offsets_e), order)
+
+    first = _run(whole, values)
+    found = [f"in steps: {problem}" for problem in _differences(first, _run(in_steps, values))]
+    loop = _token_loop(ids_TK, config.activation_function)
+    exact = _run(loop, {name: value.double() for name, value in values.items()})
+    found += [f"values: {problem}" for problem in _beyond_rounding(first, _run(loop, values), exact)]
+    is_dropped_TK = ids_TK < 0
+    dirty = {
+        **values,
+        "x": values["x"].masked_fill(is_dropped_TK.all(dim=1, keepdim=True), _NAN),
+        "weights": values["weights"].masked_fill(is_dropped_TK, _NAN),
+    }
+    found += [f"NaN in what is not routed: {p}" for p in _differences(_run(whole, dirty), first)]
+    return [f"{case.name}: {problem}" for problem in found]
+
+
+def _set_weights(experts: GroupedExperts, t: Tensors) -> None:
+    for name in ("gate_up", "down"):
+        setattr(experts, name, t[name])
+
+
+def _token_loop(ids_TK: Tensor, activation: Activation) -> Callable[[Tensors], Tensor]:
+    """Run each expert on the tokens that chose it; the sum is in float32 at least."""
+
+    def run(t: Tensors) -> Tensor:
+        y_TD = torch.zeros_like(t["x"], dtype=t["weights"].dtype)
+        for expert in range(t["down"].shape[0]):
+            token_R, choice_R = torch.where(ids_TK == expert)
+            out_RD = plain_experts(
+                t["x"][token_R],
+                t["weights"][token_R, choice_R],
+                [len(token_R)],
+                t["gate_up"][expert, None],
+                t["down"][expert, None],
+                activation=activation,
+            )
+            y_TD = y_TD.index_add(0, token_R, out_RD.to(y_TD.dtype))
+        return y_TD.to(t["x"].dtype)
+
+    return run
+
+
+def _ours(backend: Backend, case: Case) -> Callable[[Tensors], Tensor]:
+    def run(t: Tensors) -> Tensor:
+        offsets_e = torch.tensor(case.counts, device=t["rows"].device).cumsum(0).to(torch.int32)
+        return grouped_experts(
+            t["rows"],
+            t["row_weights"],
+            offsets_e,
+            t["up"],
+            t["down"],
+            activation=case.activation,
+            up_bias=t.get("up_bias"),
+            down_bias=t.get("down_bias"),
+            backend=backend,
+        )
+
+    return run
+
+
+def _plain(case: Case) -> Callable[[Tensors], Tensor]:
+    def run(t: Tensors) -> Tensor:
+        biases = {"up_bias": t.get("up_bias"), "down_bias": t.get("down_bias")}
+        return plain_experts(
+            t["rows"], t["row_weights"], case.counts, t["up"], t["down"], activation=case.activation, **biases
+        )
+
+    return run
+
+
+def _run(function: Callable[[Tensors], Tensor], values: Tensors, main_grads: Tensors | None = None) -> Tensors:
+    """Return y and the gradient of each value but grad_y, by its name; leaves are fresh, with the same strides."""
+    fresh: Tensors = {}
+    for name, value in values.items():
+        if name == "grad_y":
+            continue
+        fresh[name] = nn.Parameter(value.detach())
+        if main_grads is not None and name in main_grads:
+            fresh[name].main_grad = main_grads[name]  # type: ignore[attr-defined]
+    y = function(fresh)
+    # A hook, because torch imports sympy (seconds in every process) to check explicit output gradients.
+    y.register_hook(lambda _: values["grad_y"])  # type: ignore[no-untyped-call]
+    y.sum().backward()  # type: ignore[no-untyped-call]
+    gradients = {name: leaf.grad for name, leaf in fresh.items()}
+    return {"y": y.detach(), **{name: one for name, one in gradients.items() if one is not None}}
+
+
+def _rounded(name: str, value: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+    wide = name in ("row_weights", "weights")
+    return value.to(device=device, dtype=torch.promote_types(dtype, torch.float32) if wide else dtype)
+
+
+def _strided(value: Tensor) -> Tensor:
+    """Return the same numbers with a gap after each of them."""
+    return torch.stack((value, torch.full_like(value, _NAN)), dim=-1)[..., 0]
+
+
+def _largest(value: Tensor) -> float:
+    return float(value.abs().max()) if value.numel() > 0 else 0.0
+
+
+def _beyond_rounding(got: Tensors, plain: Tensors, exact: Tensors) -> list[str]:
+    """Allow twice the largest error of the plain loop in the same dtype, and a few units of the largest value.
+
+    The units are for small cases, where the loop's error may be small by luck, and for other orders of summation.
+    """
+    is_wide = plain["y"].dtype in (torch.float32, torch.float64)
+    unit = torch.finfo(torch.float32 if is_wide else plain["y"].dtype).eps
+    found = []
+    for name, truth in exact.items():
+        if name not in got or got[name].shape != truth.shape or got[name].dtype != plain[name].dtype:
+            found.append(
+                f"{name} is missing, or has another shape or dtype than {tuple(truth.shape)} {plain[name].dtype}"
+            )
+            continue
+        error, allowed = (_largest(one[name].double() - truth) for one in (got, plain))
+        # The gradient of a row weight is a sum over H here and over D in the loop.
+        units = (16 if name in ("row_weights", "weights") else 4) if is_wide else 1
+        allowed = 2 * allowed + units * unit * _largest(truth)
+        if not error <= allowed:
+            found.append(f"{name} is off by {error:.3g}, where {allowed:.3g} is rounding")
+    return found
+
+
+def _differences(got: Tensors, expected: Tensors) -> list[str]:
+    return [
+        f"{name} has other bits in {int((~(got[name] == expected[name])).sum())} places"
+        for name in expected
+        if not torch.equal(got[name], expected[name])
+    ]
