@@ -1,36 +1,21 @@
 """The Triton back-end under the interpreter, and where it says that it cannot run."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from coterie_experts import choose_backend
 from coterie_experts.grouped_swiglu import triton_native
+from support.interpreted import needs_triton, run_interpreted
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
 
 @needs_triton
 @pytest.mark.parametrize("name", ["interpreted_experts.py", "interpreted_conformance.py", "interpreted_long_rows.py"])
 def test_kernels_under_the_interpreter(name: str) -> None:
-    # Triton reads the variable when a kernel is defined, so the kernels need a process of their own.
-    file = Path(__file__).with_name(name)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(file)],
-        cwd=file.parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+    run_interpreted(Path(__file__).with_name(name))
 
 
 def obstacle(**changes: object) -> str:

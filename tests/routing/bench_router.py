@@ -88,9 +88,10 @@ def _weights_and_gradient(weights_TK: Tensor, logits_TE: Tensor) -> list[Tensor]
 
 def _routed(config: RouterConfig, tokens: int) -> Callable[[], list[Tensor]]:
     logits_TE = _logits(tokens)
+    bias_E = torch.linspace(-0.1, 0.1, 64) if config.selection_bias else None
 
     def run() -> list[Tensor]:
-        return _weights_and_gradient(route(logits_TE, config).weights_TK, logits_TE)
+        return _weights_and_gradient(route(logits_TE, config, selection_bias_E=bias_E).weights_TK, logits_TE)
 
     return run
 

@@ -1,14 +1,11 @@
-import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from coterie_routing import RouterConfig
 from coterie_routing.fused_router import fused_route, reason_against
+from support.interpreted import needs_triton, run_interpreted
 
 CONFIG = dict(d_model=4, num_experts=8, top_k=2)
 
@@ -104,18 +101,6 @@ def test_bad_input_is_refused(changes, message):
         fused_route(arguments.pop("x_TD"), arguments.pop("weight_ED"), **arguments)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@needs_triton
 def test_kernels_under_the_interpreter():
-    # Triton reads the variable when a kernel is defined, so the kernels need a process of their own.
-    file = Path(__file__).with_name("interpreted_fused_router.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(file)],
-        cwd=file.parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+    run_interpreted(Path(__file__).with_name("interpreted_fused_router.py"))

@@ -1,7 +1,4 @@
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +7,7 @@ from coterie_routing.permutation import permute, unpermute
 from coterie_routing.row_map import map_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.interpreted import needs_triton, run_interpreted
 from torch import Tensor
 
 from routing.row_cases import KINDS, SIZES, ids_of_kind
@@ -208,21 +206,9 @@ def test_each_is_the_backward_pass_of_the_other(tokens, top_k, num_experts):
     assert torch.equal(grad_ND, permute(x_TD, row_map))
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@needs_triton
 def test_kernels_under_the_interpreter():
-    # Triton reads the variable when a kernel is defined, so the kernels need a process of their own.
-    file = Path(__file__).with_name("interpreted_permute.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(file)],
-        cwd=file.parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+    run_interpreted(Path(__file__).with_name("interpreted_permute.py"))
 
 
 def test_a_second_derivative_is_refused_and_not_silently_wrong():

@@ -1,6 +1,4 @@
 import importlib.util
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +7,7 @@ import torch
 from coterie_routing.row_map import RowMap, map_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.interpreted import needs_triton, run_interpreted
 
 from routing.row_cases import KINDS, SIZES, ids_of_kind, plain_map
 
@@ -112,18 +111,6 @@ def test_auto_and_reference_load_no_triton_on_a_cpu(monkeypatch):
         assert map_rows(torch.tensor([[1, 0]]), 2, backend=backend).row_TK.tolist() == [[1, 0]]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+@needs_triton
 def test_kernels_under_the_interpreter():
-    # Triton reads the variable when a kernel is defined, so the kernels need a process of their own.
-    file = Path(__file__).with_name("interpreted_row_map.py")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(file)],
-        cwd=file.parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+    run_interpreted(Path(__file__).with_name("interpreted_row_map.py"))
