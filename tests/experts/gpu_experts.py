@@ -25,8 +25,9 @@ from coterie_experts.conformance import conformance_problems  # noqa: E402
 from coterie_experts.grouped_swiglu import triton_launch as launch  # noqa: E402
 from coterie_experts.grouped_swiglu import triton_tiles  # noqa: E402
 from coterie_experts.grouped_swiglu.triton_forward import sum_rows_of_tokens  # noqa: E402
-from coterie_experts.grouped_swiglu.triton_layout import pad_rows, sort_slots  # noqa: E402
+from coterie_experts.grouped_swiglu.triton_layout import pad_rows  # noqa: E402
 from coterie_experts.grouped_swiglu.triton_tiles import Tile  # noqa: E402
+from coterie_experts.token_rows import sort_slots  # noqa: E402
 from support.device_timing import about, median_us, write_json  # noqa: E402
 from torch import Tensor  # noqa: E402
 

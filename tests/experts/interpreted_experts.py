@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from coterie_experts import ExpertsConfig, GroupedExperts, grouped_swiglu
 from coterie_experts.grouped_swiglu import triton_backward, triton_layout, triton_native
+from coterie_experts.token_rows import sort_slots
 from torch import Tensor
 
 from experts import test_idle_and_padding, test_main_grad, test_tokens, test_values
@@ -138,7 +139,7 @@ def test_padded_rows_by_hand() -> None:
     """Tokens choose (2, 0), (0, -1), (2, 1) of 4 experts; segments are padded to 2 rows; slot 2 has weight 0."""
     ids = torch.tensor([[2, 0], [0, -1], [2, 1]])
     weights = torch.tensor([1.0, 2.0, 0.0, 4.0, 5.0, 6.0])
-    slots, offsets = triton_layout.sort_slots(ids, 4)
+    slots, offsets = sort_slots(ids, 4)
     assert slots.tolist() == [1, 2, 5, 0, 4, 3]
     assert offsets.tolist() == [2, 3, 5, 5]
     layout = triton_layout.pad_rows(offsets, weights, slot_of_row_N=slots, num_choices=2, block=2)
@@ -161,7 +162,7 @@ def test_sorted_slots_are_the_sorted_list(num_experts: int) -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(-1, num_experts, (50, 4), generator=generator)
     ids[0, 0], ids[1, 0] = num_experts - 1, -1
-    slots, offsets = triton_layout.sort_slots(ids, num_experts)
+    slots, offsets = sort_slots(ids, num_experts)
     flat = [one if one >= 0 else num_experts for one in ids.flatten().tolist()]
     assert slots.tolist() == sorted(range(len(flat)), key=lambda slot: (flat[slot], slot))
     assert offsets.tolist() == [sum(one <= expert for one in flat) for expert in range(num_experts)]

@@ -25,7 +25,6 @@ def obstacle(**changes: object) -> str:
 
 @needs_triton
 def test_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "This GPU")
     assert obstacle() == "it needs compute capability 9, which This GPU has not"

@@ -102,6 +102,7 @@ def test_r9_a_sequence_cut_over_two_ranks_with_10_valid_tokens_equals_the_uncut_
     options = dict(balance_coefficient=0.5, z_coefficient=0.1)
     results, expected, _ = run(one_rank(), [[batch_of(TOKENS, is_real=is_real)]] * 2, **options)
     assert results[1].num_tokens == 10
+    assert all(float(gradient.abs().max()) > 1e-3 for gradient in expected.values())
     by_rank = [[batch_of(TOKENS[:8], is_real=is_real[:8])], [batch_of(TOKENS[8:], is_real=is_real[8:])]]
     outcomes = run_ranks(run_on_rank, 2, [by_rank] * 2, options)
     for found, _ in outcomes:

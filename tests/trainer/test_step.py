@@ -126,6 +126,7 @@ def _run_split(
 def _assert_same(expected: list[StepResult], found: list[StepResult]) -> None:
     for a, b in zip(expected, found, strict=True):
         for name in ("loss", "balance_loss", "z_loss", "load_imbalance", "gradient_norm"):
+            assert getattr(a, name) > 1e-3, f"{name} of zero would equal anything that is not computed"
             assert getattr(b, name) == pytest.approx(getattr(a, name), rel=1e-5), name
 
 
@@ -141,6 +142,7 @@ def test_accumulation_changes_no_number(tmp_path: Path, scope: str, loss: str) -
         _assert_same(expected, results)
         for name, gradient in gradients.items():
             scale = float(gradient.abs().max())
+            assert scale > 0, name
             assert float((others[name] - gradient).abs().max()) <= 1e-5 * scale, name
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-__all__ = ["TokenOrder", "order_by_expert", "rows_from_tokens", "sum_over_choices"]
+__all__ = ["TokenOrder", "order_by_expert", "rows_from_tokens", "sort_slots", "sum_over_choices"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,18 +25,25 @@ class TokenOrder:
     offsets_e: Tensor
 
 
+def sort_slots(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Return the slots sorted by (expert, token, choice), int64, and the inclusive ends of the segments, int32.
+
+    Slots that are not routed (id -1) come last. The keys are as narrow as the number of experts allows: a radix sort
+    takes one pass for each byte of a key.
+    """
+    dtype = next(dtype for dtype in (torch.uint8, torch.int16, torch.int32) if num_experts <= torch.iinfo(dtype).max)
+    keys_N = torch.where(ids_TK < 0, num_experts, ids_TK).to(dtype).flatten()
+    sorted_N, slot_of_row_N = torch.sort(keys_N, stable=True)
+    experts_e = torch.arange(num_experts, dtype=dtype, device=keys_N.device)
+    return slot_of_row_N, torch.searchsorted(sorted_N, experts_e, right=True, out_int32=True)
+
+
 def order_by_expert(ids_TK: Tensor, num_experts: int) -> TokenOrder:
     """Sort the slots of a batch by expert id (int64, -1 = not routed), stable and with no host synchronisation."""
-    keys_N = torch.where(ids_TK < 0, num_experts, ids_TK).flatten()
-    sorted_N, slot_of_row_N = torch.sort(keys_N, stable=True)
+    slot_of_row_N, offsets_e = sort_slots(ids_TK, num_experts)
     row_of_slot_N = torch.empty_like(slot_of_row_N)
-    row_of_slot_N[slot_of_row_N] = torch.arange(keys_N.numel(), device=keys_N.device)
-    experts_e = torch.arange(num_experts, device=keys_N.device)
-    return TokenOrder(
-        slot_of_row_N=slot_of_row_N,
-        row_of_slot_TK=row_of_slot_N.view(ids_TK.shape),
-        offsets_e=torch.searchsorted(sorted_N, experts_e, right=True, out_int32=True),
-    )
+    row_of_slot_N[slot_of_row_N] = torch.arange(slot_of_row_N.numel(), device=slot_of_row_N.device)
+    return TokenOrder(slot_of_row_N=slot_of_row_N, row_of_slot_TK=row_of_slot_N.view(ids_TK.shape), offsets_e=offsets_e)
 
 
 def rows_from_tokens(x_TD: Tensor, order: TokenOrder) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from coterie_experts.activation import Activation
+from coterie_experts.grouped_swiglu.alignment import width_obstacle
 
 __all__ = ["grouped_experts", "obstacle"]
 
@@ -28,11 +29,7 @@ def obstacle(*, d_model: int, d_hidden: int, dtype: torch.dtype, device: torch.d
         # Other dtypes and other GPUs take a loop inside torch that reads the offsets on the host.
         if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in (9, 10):
             return f"it needs compute capability 9 or 10, which {torch.cuda.get_device_name(device)} has not"
-    multiple = 16 // dtype.itemsize
-    wrong = [f"{name} ({size})" for name, size in (("d_model", d_model), ("d_hidden", d_hidden)) if size % multiple]
-    if wrong:
-        return f"{' and '.join(wrong)} must be a multiple of {multiple} for {dtype} (rows of 16 bytes)"
-    return None
+    return width_obstacle(d_model=d_model, d_hidden=d_hidden, dtype=dtype)
 
 
 def grouped_experts(

@@ -11,12 +11,11 @@ routing. The number of row tiles in use is a number on the device. Rows of paddi
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["PaddedLayout", "pad_rows", "sort_slots"]
+__all__ = ["COMPILED", "PaddedLayout", "pad_rows"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,19 +59,6 @@ class PaddedLayout:
     def of(cls, tensors: tuple[Tensor, ...]) -> "PaddedLayout":
         """Rebuild a layout from ``tensors()``."""
         return cls(**dict(zip(cls.__dataclass_fields__, tensors, strict=True)))
-
-
-def sort_slots(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Return the slots sorted by (expert, token, choice), int64, and the inclusive ends of the segments, int32.
-
-    Slots that are not routed (id -1) come last. The keys are as narrow as the number of experts allows: a radix sort
-    takes one pass for each byte of a key.
-    """
-    dtype = next(dtype for dtype in (torch.uint8, torch.int16, torch.int32) if num_experts <= torch.iinfo(dtype).max)
-    keys_N = torch.where(ids_TK < 0, num_experts, ids_TK).to(dtype).flatten()
-    sorted_N, slot_of_row_N = torch.sort(keys_N, stable=True)
-    experts_e = torch.arange(num_experts, dtype=dtype, device=keys_N.device)
-    return slot_of_row_N, torch.searchsorted(sorted_N, experts_e, right=True, out_int32=True)
 
 
 def pad_rows(
@@ -185,3 +171,7 @@ def _pad_rows(
     else:
         unrouted = tl.load(slot_of_row_ptr + padded, mask=is_unrouted, other=0)
         tl.store(position_ptr + unrouted, -1, mask=is_unrouted)
+
+
+# Not so under TRITON_INTERPRET=1, which Triton reads when it defines a kernel.
+COMPILED: bool = isinstance(_pad_rows, triton.JITFunction)

@@ -6,12 +6,14 @@ when a kernel is first asked for.
 """
 
 import importlib.util
-import os
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from coterie_experts.grouped_swiglu.alignment import width_obstacle
+from coterie_experts.token_rows import sort_slots
 
 __all__ = ["grouped_swiglu", "obstacle", "swiglu_of_tokens"]
 
@@ -33,7 +35,10 @@ def obstacle(
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if device.type == "cpu":
-        if os.environ.get("TRITON_INTERPRET") != "1":
+        # Asked of the kernels themselves, for Triton decides when it defines them.
+        from coterie_experts.grouped_swiglu import triton_layout
+
+        if triton_layout.COMPILED:
             return "on cpu it runs in Triton's interpreter alone, for tests (TRITON_INTERPRET=1)"
         if dtype != torch.float32:
             return f"Triton's interpreter runs torch.float32, not {dtype}"
@@ -44,11 +49,7 @@ def obstacle(
             return f"it runs torch.bfloat16 on cuda, not {dtype}"
         if torch.cuda.get_device_capability(device)[0] != 9:
             return f"it needs compute capability 9, which {torch.cuda.get_device_name(device)} has not"
-    multiple = 16 // dtype.itemsize
-    wrong = [f"{name} ({size})" for name, size in (("d_model", d_model), ("d_hidden", d_hidden)) if size % multiple]
-    if wrong:
-        return f"{' and '.join(wrong)} must be a multiple of {multiple} for {dtype} (rows of 16 bytes)"
-    return None
+    return width_obstacle(d_model=d_model, d_hidden=d_hidden, dtype=dtype)
 
 
 def grouped_swiglu(
@@ -79,8 +80,6 @@ def swiglu_of_tokens(
     main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:
     """Send tokens through the experts they chose and sum; equals rows in expert order and a sum by k, bit for bit."""
-    from coterie_experts.grouped_swiglu.triton_layout import sort_slots
-
     slot_of_row_N, offsets_e = sort_slots(ids_TK, gate_up.shape[0])
     y_TD: Tensor = _TritonSwiGLU.apply(x_TD, weights_TK, gate_up, down, offsets_e, slot_of_row_N, *main_grads)
     return y_TD
