@@ -174,6 +174,32 @@ def test_a_triton_router_that_cannot_run_says_why_and_does_not_fall_back():
         router(torch.zeros(3, 8))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "num_experts", "reason", "is_fused"),
+    [
+        (torch.bfloat16, 4, None, True),
+        (torch.bfloat16, 256, None, True),
+        (torch.bfloat16, 257, None, False),
+        (torch.float32, 4, None, False),
+        (torch.bfloat16, 4, "there is no GPU", False),
+    ],
+)
+def test_auto_takes_the_kernel_where_it_runs_and_was_faster(monkeypatch, dtype, num_experts, reason, is_fused):
+    def kernel(*_, **__):
+        raise InterruptedError
+
+    monkeypatch.setattr(coterie_routing.router, "reason_against", lambda *_: reason)
+    monkeypatch.setattr(coterie_routing.router, "fused_route", kernel)
+    x_TD = torch.zeros(3, 8, dtype=dtype)
+    for backend, takes in (("auto", is_fused), ("reference", False)):
+        router = Router(RouterConfig(d_model=8, num_experts=num_experts, top_k=2, backend=backend))
+        if takes:
+            with pytest.raises(InterruptedError):
+                router(x_TD)
+        else:
+            assert router(x_TD).ids_TK.shape == (3, 2)
+
+
 def test_public_names_are_there_once_and_in_dir():
     names = coterie_routing.__all__
     assert sorted(names) == sorted(set(names)) == dir(coterie_routing)

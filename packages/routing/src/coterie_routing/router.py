@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from coterie_routing.assignment import assigned_ids
 from coterie_routing.config import RouterConfig
-from coterie_routing.fused_router import fused_route, reason_against
+from coterie_routing.fused_router import fused_route, is_faster, reason_against
 from coterie_routing.selection import count_choices, expert_choice_ids, limit_to_groups, top_k_ids, within_capacity
 from coterie_routing.sums import LoadSums
 
@@ -154,10 +154,13 @@ class Router(nn.Module):
         return route(logits_TE, self.config, selection_bias_E=self.selection_bias, is_real_T=is_real_T, memo=memo)
 
     def _is_fused(self, x_TD: Tensor, memo: ChoiceMemo | None) -> bool:
-        if self.config.backend != "triton":
+        if self.config.backend == "reference":
             return False
         reason = reason_against(x_TD, self.weight, self.config)
-        if reason is not None:
+        if self.config.backend == "auto":
+            if reason is not None or not is_faster(x_TD, self.config):
+                return False
+        elif reason is not None:
             raise ValueError(f'backend "triton" cannot run this router: {reason}; "auto" would take the reference')
         return memo is None or memo.ids_TK is None
 

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from coterie_routing.config import SCORE_FUNCTIONS, RouterConfig
 
-__all__ = ["FusedRouting", "fused_route", "reason_against"]
+__all__ = ["FusedRouting", "fused_route", "is_faster", "reason_against"]
 
 _MOST_EXPERTS = 512
 _MOST_CHOICES = 64
+# With more, a row of logits spills from the registers.
+_MOST_EXPERTS_TIMED = 256
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +71,11 @@ def reason_against(x_TD: Tensor, weight_ED: Tensor, config: RouterConfig) -> str
         "assignment": config.assignment is not None,
     }
     return next((f"it has no {name}" for name, is_given in given.items() if is_given), None)
+
+
+def is_faster(x_TD: Tensor, config: RouterConfig) -> bool:
+    """Return whether the kernels were measured to be faster than plain torch for this dtype and number of experts."""
+    return x_TD.dtype == torch.bfloat16 and config.num_experts <= _MOST_EXPERTS_TIMED
 
 
 def fused_route(

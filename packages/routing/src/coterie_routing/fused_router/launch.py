@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from coterie_routing.fused_router.triton_backward import add_parts_kernel, logits_grad_kernel, weight_grad_kernel
@@ -38,7 +37,9 @@ class Tile:
         columns: Numbers of a token at a time.
         warps: Warps of the program.
         stages: Steps of its loop whose operands are on their way at once.
-        promote: Steps that are summed in the tensor cores before they are added to a total in fp32; 0 means all.
+        promote: Steps that are summed in the tensor cores before they are added to a total in fp32; 0 means all. A step
+            of one product cannot be kept apart (the compiler adds it to the total inside the tensor cores): where the
+            weight has one part the least is 2.
     """
 
     tokens: int
@@ -61,18 +62,18 @@ class Options:
 # By the number of experts, rounded up to a power of two, and the parts of the weight. For 8, 64, 128 and 256 experts
 # and one part they are the fastest of a few, timed on an H200; a program must fit in 227 KiB of shared memory.
 _FORWARD_TILES: dict[tuple[int, int], Tile] = {
-    (16, 1): Tile(tokens=128, columns=64, warps=4, stages=4, promote=4),
-    (32, 1): Tile(tokens=128, columns=64, warps=4, stages=4, promote=4),
-    (64, 1): Tile(tokens=128, columns=64, warps=4, stages=4, promote=4),
-    (128, 1): Tile(tokens=64, columns=64, warps=4, stages=4, promote=4),
-    (256, 1): Tile(tokens=64, columns=64, warps=8, stages=4, promote=4),
-    (512, 1): Tile(tokens=64, columns=64, warps=8, stages=3, promote=4),
-    (16, 3): Tile(tokens=128, columns=64, warps=8, stages=3, promote=4),
-    (32, 3): Tile(tokens=128, columns=64, warps=8, stages=3, promote=4),
-    (64, 3): Tile(tokens=128, columns=64, warps=8, stages=3, promote=4),
-    (128, 3): Tile(tokens=128, columns=64, warps=8, stages=3, promote=4),
-    (256, 3): Tile(tokens=64, columns=64, warps=8, stages=2, promote=4),
-    (512, 3): Tile(tokens=64, columns=32, warps=8, stages=2, promote=8),
+    (16, 1): Tile(tokens=128, columns=64, warps=4, stages=4, promote=2),
+    (32, 1): Tile(tokens=128, columns=64, warps=4, stages=4, promote=2),
+    (64, 1): Tile(tokens=128, columns=64, warps=4, stages=4, promote=2),
+    (128, 1): Tile(tokens=64, columns=64, warps=4, stages=4, promote=2),
+    (256, 1): Tile(tokens=64, columns=64, warps=8, stages=4, promote=2),
+    (512, 1): Tile(tokens=64, columns=64, warps=8, stages=3, promote=2),
+    (16, 3): Tile(tokens=128, columns=64, warps=8, stages=3, promote=1),
+    (32, 3): Tile(tokens=128, columns=64, warps=8, stages=3, promote=1),
+    (64, 3): Tile(tokens=128, columns=64, warps=8, stages=3, promote=1),
+    (128, 3): Tile(tokens=128, columns=64, warps=8, stages=3, promote=1),
+    (256, 3): Tile(tokens=64, columns=64, warps=8, stages=2, promote=1),
+    (512, 3): Tile(tokens=64, columns=32, warps=8, stages=2, promote=1),
 }
 _WEIGHT_GRAD_TILES: dict[tuple[int, int], Tile] = {
     (16, 1): Tile(tokens=64, columns=128, warps=4, stages=4),
@@ -81,15 +82,15 @@ _WEIGHT_GRAD_TILES: dict[tuple[int, int], Tile] = {
     (128, 1): Tile(tokens=64, columns=128, warps=4, stages=4),
     (256, 1): Tile(tokens=64, columns=128, warps=8, stages=3),
     (512, 1): Tile(tokens=64, columns=64, warps=8, stages=3),
-    (16, 3): Tile(tokens=64, columns=128, warps=8, stages=3, promote=4),
-    (32, 3): Tile(tokens=64, columns=128, warps=8, stages=3, promote=4),
-    (64, 3): Tile(tokens=64, columns=128, warps=8, stages=3, promote=4),
-    (128, 3): Tile(tokens=64, columns=128, warps=8, stages=3, promote=4),
-    (256, 3): Tile(tokens=64, columns=64, warps=8, stages=2, promote=4),
-    (512, 3): Tile(tokens=32, columns=64, warps=8, stages=2, promote=8),
+    (16, 3): Tile(tokens=64, columns=128, warps=8, stages=3, promote=1),
+    (32, 3): Tile(tokens=64, columns=128, warps=8, stages=3, promote=1),
+    (64, 3): Tile(tokens=64, columns=128, warps=8, stages=3, promote=1),
+    (128, 3): Tile(tokens=64, columns=128, warps=8, stages=3, promote=1),
+    (256, 3): Tile(tokens=64, columns=64, warps=8, stages=2, promote=1),
+    (512, 3): Tile(tokens=32, columns=64, warps=8, stages=2, promote=1),
 }
 # Products of fp32 numbers run outside the tensor cores.
-_FP32_TILE = Tile(tokens=32, columns=32, warps=4, stages=2)
+_FP32_TILE = Tile(tokens=32, columns=16, warps=4, stages=2, promote=2)
 
 
 class FusedRoute(torch.autograd.Function):
@@ -131,18 +132,24 @@ class FusedRoute(torch.autograd.Function):
         return ids_TK, weights_TK, scores_TE, counts_E, probability_sums_E, z_sum, num_real, num_bad
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the tokens and of the weight, in their dtypes."""
+        """Return the gradients of the tokens and of the weight, in their dtypes.
+
+        Raises:
+            RuntimeError: If a graph of the gradients is asked for.
+        """
+        if torch.is_grad_enabled():
+            # `once_differentiable` of torch does not raise where `autograd.grad` finds another path to its inputs.
+            raise RuntimeError("the fused router can be differentiated once; create_graph=True is not supported")
         contiguous = [None if grad is None else grad.contiguous() for grad in grads]
         x_TD, weight_ED, saved_TE, lse_T, ids_TK, kept_TK, is_real_T = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         num_tokens, num_experts = x_TD.shape[0], weight_ED.shape[0]
         block_e = _block_e(num_experts)
         block_t = max(16, 4096 // block_e)
-        # The gradient of an fp32 weight needs more digits of the gradient of the logits than bf16 tokens do.
+        # With an fp32 weight the gradient of the logits needs more digits than bf16 tokens have.
         is_split = x_TD.dtype != torch.float32 and weight_ED.dtype == torch.float32
-        parts = _FP32_PARTS if is_split and needs_weight else 1
+        parts = _FP32_PARTS if is_split else 1
         grad_logits_TPE = torch.empty(num_tokens, parts, num_experts, dtype=x_TD.dtype, device=x_TD.device)
         if num_tokens > 0:
             logits_grad_kernel[(triton.cdiv(num_tokens, block_t),)](
@@ -175,8 +182,11 @@ class FusedRoute(torch.autograd.Function):
             )
         grad_x_TD = None
         if needs_x:
+            # Two parts hold 16 bits: the gradient of the logits is then as good as exact, and the weight is rounded.
+            used = min(parts, 2)
             with torch.autocast(x_TD.device.type, enabled=False):
-                grad_x_TD = torch.mm(grad_logits_TPE[:, 0], weight_ED.to(x_TD.dtype))
+                grad_logits_TQ = grad_logits_TPE[:, :used].flatten(1)
+                grad_x_TD = torch.mm(grad_logits_TQ, weight_ED.to(x_TD.dtype).repeat(used, 1))
         grad_weight_ED = _weight_grad(x_TD, grad_logits_TPE, is_real_T, weight_ED) if needs_weight else None
         return grad_x_TD, grad_weight_ED, None, None, None
 

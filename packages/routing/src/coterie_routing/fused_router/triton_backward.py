@@ -216,7 +216,7 @@ def weight_grad_kernel(
             is_live_T = is_live_T & (tl.load(is_real_ptr + slot_T, mask=is_live_T, other=0) != 0)
         x_mask = is_live_T[:, None] if IS_EVEN else is_live_T[:, None] & is_inside
         x_TD = tl.load(x_ptr + slot_T[:, None] * width + column[None, :], mask=x_mask, other=0.0)
-        for part in tl.static_range(PARTS):
+        for part in tl.static_range(PARTS - 1, -1, -1):
             logits_TE = tl.load(logits_ptrs + part * E, mask=logits_mask, other=0.0)
             grad_DE = tl.dot(x_TD.T, logits_TE, grad_DE, input_precision="ieee")
         # As in the forward kernel: long sums lose digits in tensor cores.
