@@ -60,7 +60,7 @@ def test_sum_over_choices(size: tuple[int, int]) -> None:
 def test_scatter_of_the_products(size: tuple[int, int]) -> None:
     """Three padded rows of one expert, each of a single 1, pick rows of weights of small whole numbers."""
     out, places = long_rows(*size)
-    tiles = choose_tiles(interpreted=True)
+    tiles = choose_tiles(interpreted=True, d_model=16, d_hidden=16, num_rows=3, num_experts=1)
     layout = triton_layout.pad_rows(
         torch.tensor([3], dtype=torch.int32), torch.ones(3), slot_of_row_N=None, num_choices=1, block=tiles.block_rows
     )

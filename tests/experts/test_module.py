@@ -30,7 +30,7 @@ def test_config_reports_every_problem() -> None:
     assert bad.problems() == [
         "d_model (0) must be at least 1",
         "num_experts (-1) must be at least 1",
-        "backend ('cuda') must be one of auto, reference, torch, triton",
+        "backend ('cuda') must be one of auto, reference, torch, triton, quack, te",
     ]
     with pytest.raises(ValueError, match=r"d_model \(0\).*\n.*num_experts \(-1\).*\n.*backend"):
         GroupedExperts(bad)
@@ -45,7 +45,7 @@ def test_share_outside_of_the_layer_is_refused(first: int, count: int) -> None:
 def test_auto_says_what_it_chose_and_why() -> None:
     experts = GroupedExperts(config())
     assert experts.backend == "torch"
-    assert experts.backend_reason == "F.grouped_mm can run torch.float32 on cpu and is faster than loops"
+    assert experts.backend_reason == "'torch' can run torch.float32 on cpu; F.grouped_mm is faster than loops"
     experts = experts.double()
     assert experts.backend == "reference"
     assert experts.backend_reason == "'torch' cannot run: it runs torch.float32 on cpu, not torch.float64"
@@ -82,8 +82,9 @@ def test_gpus_where_grouped_mm_reads_the_offsets_on_the_host(
     monkeypatch.setattr(triton_native, "obstacle", lambda **sizes: "not here")
     choice = choose_backend("auto", d_model=16, d_hidden=8, dtype=torch.bfloat16, device=torch.device("cuda"))
     assert choice.name == ("torch" if runs else "reference")
-    assert choice.reason.endswith("; 'triton' cannot run: not here")
-    assert runs or "'torch' cannot run: it needs compute capability 9 or 10, which This GPU has not;" in choice.reason
+    assert "'triton' cannot run: not here" in choice.reason
+    assert runs == (choice.reason.startswith("'torch' can run torch.bfloat16 on cuda"))
+    assert runs or "'torch' cannot run: it needs compute capability 9 or 10, which This GPU has not" in choice.reason
 
 
 @pytest.mark.parametrize("bias", [False, True])

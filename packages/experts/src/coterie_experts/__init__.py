@@ -15,6 +15,7 @@ from coterie_experts.layouts import (
 )
 from coterie_experts.module import GroupedExperts
 from coterie_experts.shared import SharedExpert
+from coterie_experts.tables import TileTable, load_table
 from coterie_experts.token_rows import TokenOrder, order_by_expert, rows_from_tokens, sum_over_choices
 
 __all__ = [
@@ -32,6 +33,8 @@ __all__ = [
     "BACKENDS",
     "BackendChoice",
     "choose_backend",
+    "TileTable",
+    "load_table",
     "TokenOrder",
     "order_by_expert",
     "rows_from_tokens",

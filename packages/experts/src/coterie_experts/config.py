@@ -7,7 +7,7 @@ from coterie_experts.activation import Activation, ActivationName
 
 __all__ = ["Backend", "BACKENDS", "ExpertsConfig"]
 
-Backend = Literal["auto", "reference", "torch", "triton"]
+Backend = Literal["auto", "reference", "torch", "triton", "quack", "te"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 
 
@@ -20,12 +20,15 @@ class ExpertsConfig:
         d_hidden: hidden width H of one expert.
         num_experts: number E of experts in the layer, over all ranks.
         backend: ``reference`` (loops, any dtype), ``torch`` (``F.grouped_mm``), ``triton`` (our kernels, bfloat16 on
-            compute capability 9, SwiGLU without biases) or ``auto``, which takes the fastest one that can run. A named
-            back-end never falls back to another.
+            compute capability 9, SwiGLU without biases), the extras ``quack`` (kernels of quack-kernels, likewise) and
+            ``te`` (GroupedLinear of Transformer Engine), or ``auto``, which takes the one that was measured fastest
+            among those that can run. A named back-end never falls back to another.
         activation: ``swiglu``, ``swiglu_clamped`` or ``relu_squared``; see ``Activation``.
         swiglu_alpha: of ``swiglu_clamped``.
         swiglu_limit: of ``swiglu_clamped``.
         bias: give each expert a bias in both projections.
+        tiles: a file that ``python -m coterie_experts.tune`` wrote, for ``auto`` and the tiles of ``triton`` on the GPU
+            that it was recorded on; not read on other devices than GPUs.
     """
 
     d_model: int
@@ -36,6 +39,7 @@ class ExpertsConfig:
     swiglu_alpha: float = 1.702
     swiglu_limit: float = 7.0
     bias: bool = False
+    tiles: str | None = None
 
     @property
     def activation_function(self) -> Activation:

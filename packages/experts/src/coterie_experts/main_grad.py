@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from coterie_experts.once import refuse_second_derivative
+
 __all__ = ["into_main_grad", "split_main_grad"]
 
 
@@ -57,5 +59,6 @@ class _IntoMainGrad(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        refuse_second_derivative(grad)
         ctx.main_grad.add_(grad)
         return None, None

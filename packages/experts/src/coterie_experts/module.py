@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from coterie_experts.config import ExpertsConfig
 from coterie_experts.grouped_swiglu import BackendChoice, choose_backend, grouped_experts, swiglu_of_tokens
 from coterie_experts.initialisation import init_experts
+from coterie_experts.tables import load_table
 from coterie_experts.token_rows import order_by_expert, rows_from_tokens, sum_over_choices
 
 __all__ = ["GroupedExperts"]
@@ -28,8 +29,8 @@ class GroupedExperts(nn.Module):
         dtype: of the parameters and of the rows.
 
     Raises:
-        ValueError: the config has problems, the share is not within the layer, or the named back-end cannot run with
-            these sizes, this dtype and this device.
+        ValueError: the config has problems, the share is not within the layer, the file of tiles is not one or not of
+            this GPU, or the named back-end cannot run with these sizes, this dtype and this device.
     """
 
     # Which of these exist depends on the activation and the biases.
@@ -60,6 +61,7 @@ class GroupedExperts(nn.Module):
         if problems:
             raise ValueError("\n".join(problems))
         self.config = config
+        self._table = None if config.tiles is None else load_table(config.tiles)
         self.first_expert = first_expert
         self.num_local_experts = num_local
         d_model, d_hidden = config.d_model, config.d_hidden
@@ -122,6 +124,7 @@ class GroupedExperts(nn.Module):
             up_bias=self.up_projection_bias,
             down_bias=self.down_bias if self.config.bias else None,
             backend=self.config.backend,
+            table=self._table,
         )
 
     def forward_tokens(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -141,8 +144,11 @@ class GroupedExperts(nn.Module):
         problems = self._token_problems(x_TD, ids_TK, weights_TK)
         if problems:
             raise ValueError("\n".join(problems))
-        if self.backend == "triton":
-            return swiglu_of_tokens(x_TD, ids_TK, weights_TK, self.up_projection, self.down)
+        backend = self.backend
+        if backend in ("triton", "quack"):
+            return swiglu_of_tokens(
+                x_TD, ids_TK, weights_TK, self.up_projection, self.down, backend=backend, table=self._table
+            )
         order = order_by_expert(ids_TK, self.num_local_experts)
         row_weights_N = weights_TK.flatten().index_select(0, order.slot_of_row_N)
         return sum_over_choices(self(rows_from_tokens(x_TD, order), row_weights_N, order.offsets_e), order)
@@ -163,6 +169,7 @@ class GroupedExperts(nn.Module):
             device=self.down.device,
             activation=self.config.activation,
             bias=self.config.bias,
+            table=self._table,
         )
 
     def _token_problems(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> list[str]:

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 __all__ = ["TokenOrder", "order_by_expert", "rows_from_tokens", "sort_slots", "sum_over_choices"]
 
@@ -61,30 +60,27 @@ def sum_over_choices(rows_ND: Tensor, order: TokenOrder) -> Tensor:
     return y_TD
 
 
+# Both are linear and each is the other's gradient, so that they can be differentiated any number of times.
 class _RowsFromTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, slot_of_row_N: Tensor, row_of_slot_TK: Tensor) -> Tensor:
-        ctx.save_for_backward(row_of_slot_TK)
+        ctx.save_for_backward(slot_of_row_N, row_of_slot_TK)
         return _gather(x_TD, slot_of_row_N, row_of_slot_TK.shape[1])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_rows_ND: Tensor) -> tuple[Tensor, None, None]:
-        return _sum(grad_rows_ND, *ctx.saved_tensors), None, None
+        return _SumOverChoices.apply(grad_rows_ND, *ctx.saved_tensors), None, None
 
 
 class _SumOverChoices(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows_ND: Tensor, slot_of_row_N: Tensor, row_of_slot_TK: Tensor) -> Tensor:
-        ctx.save_for_backward(slot_of_row_N)
-        ctx.num_choices = row_of_slot_TK.shape[1]
+        ctx.save_for_backward(slot_of_row_N, row_of_slot_TK)
         return _sum(rows_ND, row_of_slot_TK)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_y_TD: Tensor) -> tuple[Tensor, None, None]:
-        (slot_of_row_N,) = ctx.saved_tensors
-        return _gather(grad_y_TD, slot_of_row_N, ctx.num_choices), None, None
+        return _RowsFromTokens.apply(grad_y_TD, *ctx.saved_tensors), None, None
 
 
 def _gather(x_TD: Tensor, slot_of_row_N: Tensor, num_choices: int) -> Tensor:

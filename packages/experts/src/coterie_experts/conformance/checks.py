@@ -34,7 +34,7 @@ def conformance_problems(
     """Return a sentence for every way in which ``backend`` breaks the contract.
 
     Args:
-        backend: ``reference``, ``torch`` or ``triton``.
+        backend: any but ``auto``.
         device: where it runs.
         dtype: of rows and weights.
         repeats: runs that have to give the same bits.

@@ -1,76 +1,24 @@
 """The operation of a layer of experts: y = (w * act(x U^T + b)) D^T + w * c, each row with the weights of its expert.
 
 ``act`` is SwiGLU, unless another is asked for. ``reference.py`` is plain torch and the ground truth;
-``torch_native.py`` uses grouped matrix products; ``triton_native.py`` and the files beside it hold our own kernels.
-This file checks the arguments and picks.
+``torch_native.py`` uses grouped matrix products; ``triton_native.py`` and the files beside it hold our own kernels;
+``quack_native.py`` and ``te_native.py`` use those of other packages. ``choice.py`` picks; this file checks arguments.
 """
 
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from coterie_experts.activation import Activation
-from coterie_experts.config import BACKENDS
-from coterie_experts.grouped_swiglu import reference, torch_native, triton_native
+from coterie_experts.grouped_swiglu import quack_native, reference, te_native, torch_native, triton_native
+from coterie_experts.grouped_swiglu.choice import BackendChoice, choose_backend
 from coterie_experts.main_grad import into_main_grad, split_main_grad
+from coterie_experts.tables import TileTable
 
 __all__ = ["BackendChoice", "choose_backend", "grouped_experts", "grouped_swiglu", "swiglu_of_tokens"]
 
 _SWIGLU = Activation()
-
-
-@dataclass(frozen=True, kw_only=True)
-class BackendChoice:
-    """The back-end that will run (``name``) and one sentence that says why (``reason``)."""
-
-    name: str
-    reason: str
-
-
-def choose_backend(
-    backend: str,
-    *,
-    d_model: int,
-    d_hidden: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    activation: str = "swiglu",
-    bias: bool = False,
-) -> BackendChoice:
-    """Pick the back-end for these sizes, dtype and device; ``meta`` counts as a device that can do anything.
-
-    Raises:
-        ValueError: the name is unknown, or the named back-end cannot run here; the text says what to do.
-    """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend ({backend!r}) must be one of {', '.join(BACKENDS)}")
-    if backend == "reference":
-        return BackendChoice(name="reference", reason="'reference' was asked for by name")
-    sizes = {"d_model": d_model, "d_hidden": d_hidden}
-
-    def obstacle_of(name: str) -> str | None:
-        if name == "torch":
-            return torch_native.obstacle(**sizes, dtype=dtype, device=device)
-        return triton_native.obstacle(**sizes, dtype=dtype, device=device, activation=activation, bias=bias)
-
-    if backend in ("torch", "triton"):
-        obstacle = obstacle_of(backend)
-        if obstacle is not None:
-            raise ValueError(f"backend {backend!r} cannot run: {obstacle}; or choose backend 'auto' or 'reference'")
-        return BackendChoice(name=backend, reason=f"{backend!r} was asked for by name")
-    where, not_triton = f"{dtype} on {device.type}", ""
-    if device.type == "cuda":
-        obstacle = obstacle_of("triton")
-        if obstacle is None:
-            return BackendChoice(name="triton", reason=f"the Triton kernels can run {where}, the fastest there")
-        not_triton = f"; 'triton' cannot run: {obstacle}"
-    obstacle = obstacle_of("torch")
-    if obstacle is not None:
-        return BackendChoice(name="reference", reason=f"'torch' cannot run: {obstacle}{not_triton}")
-    reason = f"F.grouped_mm can run {where} and is faster than loops{not_triton}"
-    return BackendChoice(name="torch", reason=reason)
 
 
 def grouped_swiglu(
@@ -97,6 +45,7 @@ def grouped_experts(
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     backend: str = "auto",
+    table: TileTable | None = None,
 ) -> Tensor:
     """Send each row through its expert: rows [offsets[i-1], offsets[i]) belong to local expert i.
 
@@ -117,6 +66,7 @@ def grouped_experts(
         up_bias: (e, P), added before the activation.
         down_bias: (e, D), added to the output of the expert.
         backend: see ``choose_backend``.
+        table: what was measured on this GPU, where it is not the package's own record.
 
     Returns:
         Rows of the shape and dtype of ``rows_RD``.
@@ -140,13 +90,20 @@ def grouped_experts(
         device=rows_RD.device,
         activation=activation.name,
         bias=bool(given),
+        table=table,
     )
     if choice.name == "triton":
         (up, up_grad), (down, down_grad) = split_main_grad(up), split_main_grad(down)
         return triton_native.grouped_swiglu(
-            rows_RD, row_weights_R, offsets_e, up, down, main_grads=(up_grad, down_grad)
+            rows_RD, row_weights_R, offsets_e, up, down, main_grads=(up_grad, down_grad), table=table
         )
-    run = torch_native.grouped_experts if choice.name == "torch" else reference.grouped_experts
+    if choice.name == "quack":
+        return quack_native.grouped_swiglu(rows_RD, row_weights_R, offsets_e, into_main_grad(up), into_main_grad(down))
+    run = {
+        "torch": torch_native.grouped_experts,
+        "te": te_native.grouped_experts,
+        "reference": reference.grouped_experts,
+    }[choice.name]
     return run(
         rows_RD,
         row_weights_R,
@@ -159,8 +116,17 @@ def grouped_experts(
     )
 
 
-def swiglu_of_tokens(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """Send tokens through the experts they chose in the kernels of the Triton back-end, gather and sum included.
+def swiglu_of_tokens(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    backend: str,
+    table: TileTable | None = None,
+) -> Tensor:
+    """Send tokens through the experts they chose in the kernels of ``triton`` or ``quack``, gather and sum included.
 
     Equals rows in the order (expert, token, choice), ``grouped_swiglu``, and the sum of a token's rows in the order of
     k, bit for bit. The arguments are those of ``GroupedExperts.forward_tokens``, whose shapes have been checked.
@@ -171,8 +137,13 @@ def swiglu_of_tokens(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, gate_up: 
     problems = _tensor_problems(x_TD, {"weights": weights_TK, "gate_up": gate_up, "down": down})
     if problems:
         raise ValueError("\n".join(problems))
+    if backend == "quack":
+        return quack_native.swiglu_of_tokens(x_TD, ids_TK, weights_TK, into_main_grad(gate_up), into_main_grad(down))
+    assert backend == "triton"
     (gate_up, gate_up_grad), (down, down_grad) = split_main_grad(gate_up), split_main_grad(down)
-    return triton_native.swiglu_of_tokens(x_TD, ids_TK, weights_TK, gate_up, down, main_grads=(gate_up_grad, down_grad))
+    return triton_native.swiglu_of_tokens(
+        x_TD, ids_TK, weights_TK, gate_up, down, main_grads=(gate_up_grad, down_grad), table=table
+    )
 
 
 def _argument_problems(

@@ -1,11 +1,13 @@
 """Plain torch loop over the experts: the ground truth, for any floating dtype, differentiated by autograd."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from coterie_experts.activation import Activation
 
-__all__ = ["grouped_experts"]
+__all__ = ["grouped_experts", "weighted_rows"]
 
 
 def grouped_experts(
@@ -34,10 +36,34 @@ def grouped_experts(
             up_bias=None if up_bias is None else up_bias[expert],
             down_bias=None if down_bias is None else down_bias[expert],
         )
-        outputs.append(one.weighted(rows_RD[start:end], row_weights_R[start:end]))
+        outputs.append(weighted_rows(one.output, rows_RD[start:end], row_weights_R[start:end]))
         start = end
     outputs.append(rows_RD.new_zeros(rows_RD.shape[0] - start, rows_RD.shape[1]))
     return torch.cat(outputs)
+
+
+def weighted_rows(output: Callable[[Tensor, Tensor], Tensor], rows_RD: Tensor, weights_R: Tensor) -> Tensor:
+    """Return ``output(rows, weights)``, where rows of weight zero give zero, whatever they hold.
+
+    Args:
+        output: linear in the weights; a row of what it returns (R, D) depends on that row alone.
+        rows_RD: of any floating dtype.
+        weights_R: read on the host.
+    """
+    is_zero_R1 = (weights_R == 0)[:, None]
+    # Selected, not multiplied: zero times NaN is NaN. The second selection keeps a NaN gradient out of `down`.
+    y_RD = output(rows_RD.masked_fill(is_zero_R1, 0), weights_R).masked_fill(is_zero_R1, 0)
+    if not is_zero_R1.any():
+        return y_RD
+    # A weight of zero still has a gradient: what the row would have given with weight one.
+    with torch.no_grad():
+        unit_RD = output(rows_RD, torch.ones_like(weights_R))
+        is_used_R1 = is_zero_R1 & unit_RD.isfinite().all(dim=1, keepdim=True)
+        unit_RD = unit_RD.masked_fill(~is_used_R1, 0)
+    weights_R1 = torch.where(is_zero_R1, weights_R[:, None], 0)
+    if weights_R1.requires_grad:
+        weights_R1.register_hook(_finite_or_zero)  # type: ignore[no-untyped-call]
+    return y_RD + (weights_R1 * unit_RD).to(y_RD.dtype)
 
 
 class _Expert:
@@ -47,24 +73,7 @@ class _Expert:
         self.activation, self.up, self.down = activation, up, down
         self.up_bias, self.down_bias = up_bias, down_bias
 
-    def weighted(self, rows_RD: Tensor, weights_R: Tensor) -> Tensor:
-        """Return the outputs times the row weights; rows of weight zero give zero, whatever they hold."""
-        is_zero_R1 = (weights_R == 0)[:, None]
-        # Selected, not multiplied: zero times NaN is NaN. The second selection keeps a NaN gradient out of `down`.
-        y_RD = self._output(rows_RD.masked_fill(is_zero_R1, 0), weights_R).masked_fill(is_zero_R1, 0)
-        if not is_zero_R1.any():
-            return y_RD
-        # A weight of zero still has a gradient: what the row would have given with weight one.
-        with torch.no_grad():
-            unit_RD = self._output(rows_RD, torch.ones_like(weights_R))
-            is_used_R1 = is_zero_R1 & unit_RD.isfinite().all(dim=1, keepdim=True)
-            unit_RD = unit_RD.masked_fill(~is_used_R1, 0)
-        weights_R1 = torch.where(is_zero_R1, weights_R[:, None], 0)
-        if weights_R1.requires_grad:
-            weights_R1.register_hook(_finite_or_zero)  # type: ignore[no-untyped-call]
-        return y_RD + (weights_R1 * unit_RD).to(y_RD.dtype)
-
-    def _output(self, rows_RD: Tensor, weights_R: Tensor) -> Tensor:
+    def output(self, rows_RD: Tensor, weights_R: Tensor) -> Tensor:
         pre_RP = rows_RD @ self.up.T
         pre_RP = pre_RP.to(torch.promote_types(pre_RP.dtype, torch.float32))
         if self.up_bias is not None:
@@ -77,5 +86,8 @@ class _Expert:
 
 
 def _finite_or_zero(grad_R1: Tensor | None) -> Tensor | None:
+    # What the row would have given with weight one is a constant here.
+    if torch.is_grad_enabled():
+        raise RuntimeError("rows of weight zero can be differentiated once, and create_graph=True is not supported")
     # None is what autograd hands on where nothing came back.
     return None if grad_R1 is None else grad_R1.masked_fill(~grad_R1.isfinite(), 0)

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from coterie_experts.activation import Activation
 from coterie_experts.grouped_swiglu.alignment import width_obstacle
+from coterie_experts.once import refuse_second_derivative
 
 __all__ = ["grouped_experts", "obstacle"]
 
@@ -79,8 +79,8 @@ class _GroupedExperts(torch.autograd.Function):
         return y_RD
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_y_RD: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(grad_y_RD, *ctx.saved_tensors)
         rows_RD, weights_R, offsets_e, up, down, up_bias, down_bias, product_RP = ctx.saved_tensors
         needs_rows, needs_weights, _, needs_up, needs_down, needs_up_bias, needs_down_bias, _ = ctx.needs_input_grad
         zero_weight_R = _zero_weight_rows(weights_R)

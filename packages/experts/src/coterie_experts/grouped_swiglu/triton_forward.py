@@ -12,6 +12,7 @@ import triton.language as tl
 from coterie_experts.grouped_swiglu.triton_tiles import place_of_tile
 
 __all__ = [
+    "clear_rows",
     "clear_rows_past_the_end",
     "expert_and_sources",
     "fast_sigmoid",
@@ -196,3 +197,18 @@ def clear_rows_past_the_end(
             zeros = tl.zeros((ROWS, COLUMNS), dtype=out_ptr.dtype.element_ty)
             targets = out_ptr + rows.to(tl.int64)[:, None] * width + columns[None, :]
             tl.store(targets, zeros, mask=is_past & (columns < width)[None, :])
+
+
+@triton.jit
+def clear_rows(
+    out_ptr, is_chosen_ptr, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """Write zeros to the chosen rows (num_rows, width); a program has ``ROWS`` rows, ``BLOCKS`` blocks of columns."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_chosen = tl.load(is_chosen_ptr + rows, mask=rows < num_rows, other=0) != 0
+    if tl.max(is_chosen.to(tl.int32), 0) > 0:
+        for block in range(BLOCKS):
+            columns = (tl.program_id(1) * BLOCKS + block) * COLUMNS + tl.arange(0, COLUMNS)
+            zeros = tl.zeros((ROWS, COLUMNS), dtype=out_ptr.dtype.element_ty)
+            targets = out_ptr + rows.to(tl.int64)[:, None] * width + columns[None, :]
+            tl.store(targets, zeros, mask=is_chosen[:, None] & (columns < width)[None, :])

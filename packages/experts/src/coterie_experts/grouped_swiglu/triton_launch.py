@@ -14,6 +14,7 @@ from coterie_experts.grouped_swiglu.triton_backward import (
     grad_of_weights_in_turn,
 )
 from coterie_experts.grouped_swiglu.triton_forward import (
+    clear_rows,
     clear_rows_past_the_end,
     rows_times_weights,
     sum_rows_of_tokens,
@@ -23,12 +24,14 @@ from coterie_experts.grouped_swiglu.triton_layout import PaddedLayout
 from coterie_experts.grouped_swiglu.triton_tiles import Tile, TileSet
 
 __all__ = [
+    "clear_chosen_rows",
     "clear_past_the_end",
     "hidden_gradients",
     "pre_and_activation",
     "row_weight_gradients",
     "rows_to_rows",
     "rows_to_tokens",
+    "sum_rows",
     "weight_gradient",
 ]
 
@@ -73,12 +76,13 @@ def rows_to_tokens(
     *,
     transposed: bool,
     num_choices: int,
-    most_columns: int,
 ) -> Tensor:
     """Return, for each token, the sum over its choices of rows times weights, (T, columns).
 
-    The products of the rows are kept for at most ``most_columns`` columns at a time.
+    The products of the rows are kept for some of the columns at a time: as many as they have numbers each, or 1024 (of
+    a forward pass) or 2048.
     """
+    most_columns = max(1024 if transposed else 2048, rows_PK.shape[1])
     num_columns = weights.shape[1] if transposed else weights.shape[2]
     num_tokens = layout.position_N.shape[0] // num_choices
     out_TD = rows_PK.new_empty(num_tokens, num_columns)
@@ -89,19 +93,26 @@ def rows_to_tokens(
         width = min(part, num_columns - first)
         rows_Pd = products[: layout.num_padded * width].view(layout.num_padded, width)
         _multiply(rows_PK, weights, layout, tile, transposed=transposed, first=first, width=width, products=rows_Pd)
-        block = min(1024, triton.next_power_of_2(width))
-        if num_tokens > 0:
-            sum_rows_of_tokens[(num_tokens, triton.cdiv(width, block))](
-                rows_Pd,
-                layout.position_N,
-                out_TD[:, first:],
-                num_columns,
-                width,
-                CHOICES=num_choices,
-                COLUMNS=block,
-                num_warps=max(1, block // 256),
-            )
+        sum_rows(rows_Pd, layout.position_N.view(num_tokens, num_choices), out_TD[:, first : first + width])
     return out_TD
+
+
+def sum_rows(rows_Pd: Tensor, position_TK: Tensor, out_Td: Tensor) -> None:
+    """Write, for each token, the sum of its K rows in the order of k; position -1 adds nothing."""
+    num_tokens, num_choices = position_TK.shape
+    width = rows_Pd.shape[1]
+    block = min(1024, triton.next_power_of_2(width))
+    if num_tokens > 0:
+        sum_rows_of_tokens[(num_tokens, triton.cdiv(width, block))](
+            rows_Pd,
+            position_TK,
+            out_Td,
+            out_Td.stride(0),
+            width,
+            CHOICES=num_choices,
+            COLUMNS=block,
+            num_warps=max(1, block // 256),
+        )
 
 
 def rows_to_rows(
@@ -166,6 +177,23 @@ def clear_past_the_end(out_RD: Tensor, offsets_e: Tensor) -> None:
             width,
             ROWS=16,
             COLUMNS=min(512, triton.next_power_of_2(width)),
+        )
+
+
+def clear_chosen_rows(out_RN: Tensor, is_chosen_R: Tensor) -> None:
+    """Write zeros to the rows that a mask chooses; (R, N), contiguous, and bool."""
+    num_rows, width = out_RN.shape
+    block_rows, block_columns = (16, 512) if num_rows > 4096 else (1, 4096)
+    blocks_of_program = min(8, triton.cdiv(width, block_columns))
+    if num_rows > 0:
+        clear_rows[(triton.cdiv(num_rows, block_rows), triton.cdiv(width, block_columns * blocks_of_program))](
+            out_RN,
+            is_chosen_R,
+            num_rows,
+            width,
+            ROWS=block_rows,
+            COLUMNS=block_columns,
+            BLOCKS=blocks_of_program,
         )
 
 

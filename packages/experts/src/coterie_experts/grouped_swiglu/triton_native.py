@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from coterie_experts.grouped_swiglu.alignment import width_obstacle
+from coterie_experts.once import refuse_second_derivative
+from coterie_experts.tables import TileTable
 from coterie_experts.token_rows import sort_slots
 
 __all__ = ["grouped_swiglu", "obstacle", "swiglu_of_tokens"]
@@ -60,13 +61,14 @@ def grouped_swiglu(
     down: Tensor,
     *,
     main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
+    table: TileTable | None = None,
 ) -> Tensor:
     """Run rows in expert order; see ``coterie_experts.grouped_swiglu`` for the contract.
 
     The weight gradients of gate_up and down are added to ``main_grads`` (float32) where there are any. Can be
     differentiated once.
     """
-    y_RD: Tensor = _TritonSwiGLU.apply(rows_RD, row_weights_R, gate_up, down, offsets_e, None, *main_grads)
+    y_RD: Tensor = _TritonSwiGLU.apply(rows_RD, row_weights_R, gate_up, down, offsets_e, None, *main_grads, table)
     return y_RD
 
 
@@ -78,10 +80,11 @@ def swiglu_of_tokens(
     down: Tensor,
     *,
     main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
+    table: TileTable | None = None,
 ) -> Tensor:
     """Send tokens through the experts they chose and sum; equals rows in expert order and a sum by k, bit for bit."""
     slot_of_row_N, offsets_e = sort_slots(ids_TK, gate_up.shape[0])
-    y_TD: Tensor = _TritonSwiGLU.apply(x_TD, weights_TK, gate_up, down, offsets_e, slot_of_row_N, *main_grads)
+    y_TD: Tensor = _TritonSwiGLU.apply(x_TD, weights_TK, gate_up, down, offsets_e, slot_of_row_N, *main_grads, table)
     return y_TD
 
 
@@ -99,13 +102,21 @@ class _TritonSwiGLU(torch.autograd.Function):
         slot_of_row_N: Tensor | None,
         gate_up_main_grad: Tensor | None,
         down_main_grad: Tensor | None,
+        table: TileTable | None,
     ) -> Tensor:
         from coterie_experts.grouped_swiglu import triton_launch as launch
         from coterie_experts.grouped_swiglu.triton_layout import pad_rows
         from coterie_experts.grouped_swiglu.triton_tiles import choose_tiles
 
         x_SD, gate_up, down = _row_major(x_SD), gate_up.contiguous(), down.contiguous()
-        tiles = choose_tiles(interpreted=x_SD.device.type == "cpu")
+        tiles = choose_tiles(
+            interpreted=x_SD.device.type == "cpu",
+            d_model=down.shape[1],
+            d_hidden=down.shape[2],
+            num_rows=weights.numel(),
+            num_experts=down.shape[0],
+            table=table,
+        )
         num_choices = 1 if slot_of_row_N is None else weights.shape[1]
         layout = pad_rows(
             offsets_e,
@@ -125,26 +136,25 @@ class _TritonSwiGLU(torch.autograd.Function):
                 tiles.down,
                 transposed=True,
                 num_choices=num_choices,
-                most_columns=max(1024, activation_PH.shape[1]),
             )
         ctx.save_for_backward(x_SD, gate_up, down, offsets_e, pre_P2H, *layout.tensors())
         ctx.main_grads = gate_up_main_grad, down_main_grad
         ctx.in_tokens = slot_of_row_N is not None
         ctx.weights_shape = weights.shape
+        ctx.tiles = tiles
         return y_SD
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_y_SD: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(grad_y_SD, *ctx.saved_tensors)
         from coterie_experts.grouped_swiglu import triton_launch as launch
         from coterie_experts.grouped_swiglu.triton_layout import PaddedLayout
-        from coterie_experts.grouped_swiglu.triton_tiles import choose_tiles
 
         x_SD, gate_up, down, offsets_e, pre_P2H, *rest = ctx.saved_tensors
         layout = PaddedLayout.of(tuple(rest))
         needs_x, needs_weights, needs_gate_up, needs_down = ctx.needs_input_grad[:4]
         gate_up_main_grad, down_main_grad = ctx.main_grads
-        tiles = choose_tiles(interpreted=x_SD.device.type == "cpu")
+        tiles = ctx.tiles
         grad_y_SD = _row_major(grad_y_SD)
 
         grad_x_SD = grad_weights = grad_gate_up = grad_down = None
@@ -167,7 +177,6 @@ class _TritonSwiGLU(torch.autograd.Function):
                 tiles.grad_rows,
                 transposed=False,
                 num_choices=ctx.weights_shape[1],
-                most_columns=max(2048, grad_pre_P2H.shape[1]),
             )
         elif needs_x:
             grad_x_SD = launch.rows_to_rows(grad_pre_P2H, gate_up, layout, tiles.grad_rows, offsets_e, transposed=False)
@@ -175,7 +184,7 @@ class _TritonSwiGLU(torch.autograd.Function):
             grad_gate_up = launch.weight_gradient(
                 x_SD, grad_pre_P2H, layout, tiles.grad_gate_up, transposed=True, main_grad=gate_up_main_grad
             )
-        return grad_x_SD, grad_weights, grad_gate_up, grad_down, None, None, None, None
+        return grad_x_SD, grad_weights, grad_gate_up, grad_down, None, None, None, None, None
 
 
 def _graph_is_kept() -> bool:

@@ -2,10 +2,13 @@
 
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, untyped-decorator, no-untyped-call"
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import triton
 import triton.language as tl
+
+from coterie_experts.tables import TileTable, shape_class
 
 __all__ = ["Tile", "TileSet", "choose_tiles", "place_of_tile"]
 
@@ -66,6 +69,10 @@ class TileSet:
         """Return the number of rows that a segment is padded to a multiple of."""
         return self.up.rows
 
+    def changed(self, changes: Mapping[str, Mapping[str, int | bool]]) -> "TileSet":
+        """Return these tiles with, for each kernel named, other values of the attributes named."""
+        return replace(self, **{kernel: replace(getattr(self, kernel), **values) for kernel, values in changes.items()})
+
 
 # One H200, bfloat16; see NOTES.md.
 _HOPPER = TileSet(
@@ -76,6 +83,24 @@ _HOPPER = TileSet(
     grad_down=Tile(rows=128, columns=256, depth=64, flatten=True),
     grad_gate_up=Tile(rows=128, columns=256, depth=64),
 )
+
+# What a class of shapes has other than the above; the classes are those of ``shape_class``. Flattened loops pay where a
+# tile has few steps.
+_HOPPER_BY_CLASS: dict[str, dict[str, dict[str, int | bool]]] = {
+    "narrow-medium-few": {
+        "down": {"band": 4},
+        "grad_rows": {"band": 4, "flatten": True},
+        "grad_down": {"band": 4},
+        "grad_gate_up": {"band": 4},
+    },
+    "wide-small-many": {"grad_rows": {"flatten": True}},
+    "wide-medium-many": {
+        "up": {"band": 4},
+        "down": {"band": 16},
+        "grad_hidden": {"band": 16},
+        "grad_rows": {"band": 16, "flatten": True},
+    },
+}
 
 # So small that the small cases of a test have several tiles in each direction, with remains.
 _INTERPRETER = TileSet(
@@ -88,9 +113,21 @@ _INTERPRETER = TileSet(
 )
 
 
-def choose_tiles(*, interpreted: bool) -> TileSet:
-    """Return the tiles for a layer."""
-    return _INTERPRETER if interpreted else _HOPPER
+def choose_tiles(
+    *,
+    interpreted: bool,
+    d_model: int,
+    d_hidden: int,
+    num_rows: int,
+    num_experts: int,
+    table: TileTable | None = None,
+) -> TileSet:
+    """Return the tiles for a layer: those of its shape class in the table, else in the record of the package."""
+    if interpreted:
+        return _INTERPRETER
+    name = shape_class(d_model, d_hidden, num_rows=num_rows, num_experts=num_experts)
+    changes = table.tiles.get(name) if table is not None else None
+    return _HOPPER.changed(_HOPPER_BY_CLASS.get(name, {}) if changes is None else changes)
 
 
 @triton.jit

@@ -1,0 +1,208 @@
+"""The times that ``python -m coterie_experts.tune`` needs, on the current CUDA device in bfloat16."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, wait
+from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from coterie_experts.grouped_swiglu import choose_backend, grouped_experts, swiglu_of_tokens
+from coterie_experts.tables import TileTable, capability_of
+from coterie_experts.token_rows import order_by_expert, rows_from_tokens, sort_slots, sum_over_choices
+from coterie_experts.tune import Changes, LayerSize
+
+__all__ = ["DeviceTimer", "kernel_calls"]
+
+# A few milliseconds in which the host gets ahead.
+_PAUSE_CYCLES = 10_000_000
+
+
+class DeviceTimer:
+    """A ``Timer`` of the current device.
+
+    Raises:
+        ValueError: there is no CUDA device, or the Triton back-end cannot run on it.
+    """
+
+    def __init__(self, *, rounds: int = 7) -> None:
+        if not torch.cuda.is_available():
+            raise ValueError("there is no CUDA device; nothing to record")
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        self._rounds = rounds
+        self.capability = capability_of(self._device)
+        self.dtype = "bfloat16"
+        self.device = torch.cuda.get_device_name(self._device)
+        self.backends = tuple(name for name in ("triton", "quack", "te", "torch") if self._obstacle(name) is None)
+        obstacle = self._obstacle("triton")
+        if obstacle is not None:
+            raise ValueError(obstacle)
+        self._pool = ProcessPoolExecutor(max(1, (os.cpu_count() or 1) - 1), mp_context=get_context("spawn"))
+        self._calls: tuple[LayerSize, dict[str, Callable[[Changes], object]]] | None = None
+
+    def prepare(self, size: LayerSize, changes: Mapping[str, Sequence[Changes]], *, within_s: float) -> None:
+        """Compile in processes beside this one, whose results Triton keeps on the disk."""
+        jobs = [(size, kernel, change) for kernel, tried in changes.items() for change in tried]
+        done = wait([self._pool.submit(_compile, *job) for job in jobs], timeout=within_s)
+        for future in done.not_done:
+            future.cancel()
+
+    def kernel_us(self, size: LayerSize, kernel: str, changes: Sequence[Changes]) -> list[float]:
+        """Return the time of a kernel with each change of its tile; infinite where it does not compile or run."""
+        if self._calls is None or self._calls[0] != size:
+            # The tensors of the size before go first.
+            self._calls = None
+            torch.cuda.empty_cache()
+            self._calls = size, kernel_calls(size, self._device)
+        call = self._calls[1][kernel]
+        return self._in_turn([partial(call, change) for change in changes])
+
+    def layer_us(self, size: LayerSize, table: TileTable) -> dict[str, float]:
+        """Return the time of forward and backward of the layer with each back-end that can run."""
+        self._calls = None
+        torch.cuda.empty_cache()
+        x_TD, ids_TK, weights_TK, gate_up, down, grad_y_TD = _tensors(size, self._device)
+        leaves = [value.requires_grad_() for value in (x_TD, weights_TK, gate_up, down)]
+
+        def both(backend: str) -> object:
+            y_TD = _layer(backend, x_TD, ids_TK, weights_TK, gate_up, down, table)
+            return torch.autograd.grad(y_TD, leaves, grad_y_TD)
+
+        times = self._in_turn([partial(both, name) for name in self.backends])
+        return dict(zip(self.backends, times, strict=True))
+
+    def _obstacle(self, name: str) -> str | None:
+        try:
+            choose_backend(name, d_model=64, d_hidden=64, dtype=torch.bfloat16, device=self._device)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    def _in_turn(self, calls: Sequence[Callable[[], object]]) -> list[float]:
+        """Return the median microseconds of each call, all of them in every round; infinite where one cannot run.
+
+        The device never waits for the host in between: the first call after a pause would seem slower than it is.
+        """
+        works = [number for number, call in enumerate(calls) if self._runs(call)]
+        events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in calls]
+        torch.cuda._sleep(_PAUSE_CYCLES)  # type: ignore[no-untyped-call]
+        for round_ in range(-1, self._rounds):
+            # One round that does not count; then back and forth, so that no call always follows the same one.
+            for number in reversed(works) if round_ % 2 else works:
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+                start.record()
+                calls[number]()
+                end.record()
+                if round_ >= 0:
+                    events[number].append((start, end))
+        torch.cuda.synchronize(self._device)
+        times = [[start.elapsed_time(end) * 1e3 for start, end in pairs] for pairs in events]
+        return [median(one) if one else float("inf") for one in times]
+
+    def _runs(self, call: Callable[[], object]) -> bool:
+        try:
+            call()
+            torch.cuda.synchronize(self._device)
+        # Whatever a compiler raises where a tile asks too much of a GPU, or the device where memory is short.
+        except Exception as error:
+            print(f"  left out: {type(error).__name__}: {str(error).splitlines()[0][:120]}", flush=True)
+            return False
+        finally:
+            # What it took goes to the next call, which may want other sizes.
+            torch.cuda.empty_cache()
+        return True
+
+
+def kernel_calls(size: LayerSize, device: torch.device) -> dict[str, Callable[[Changes], object]]:
+    """Return, for each matrix kernel of the Triton back-end, a call with changes of its tile."""
+    from coterie_experts.grouped_swiglu import triton_launch as launch
+    from coterie_experts.grouped_swiglu.triton_layout import pad_rows
+    from coterie_experts.grouped_swiglu.triton_tiles import Tile, TileSet, choose_tiles
+
+    x_TD, ids_TK, weights_TK, gate_up, down, grad_y_TD = _tensors(size, device)
+    slots_N, offsets_e = sort_slots(ids_TK, size.num_experts)
+    # Without what is recorded for the class: changes are those of the built-in tiles.
+    plain = TileTable(capability="", dtype="", tiles={size.shape_class: {}})
+    tiles = choose_tiles(
+        interpreted=False,
+        d_model=size.d_model,
+        d_hidden=size.d_hidden,
+        num_rows=slots_N.shape[0],
+        num_experts=size.num_experts,
+        table=plain,
+    )
+    layout = pad_rows(
+        offsets_e, weights_TK.flatten(), slot_of_row_N=slots_N, num_choices=size.choices, block=tiles.block_rows
+    )
+    pre_P2H, activation_PH = launch.pre_and_activation(x_TD, layout, gate_up, tiles)
+
+    def with_tiles(kernel: str, run: Callable[[TileSet], object]) -> Callable[[Changes], object]:
+        return lambda changes: run(tiles.changed({kernel: changes}))
+
+    def rows(rows_PK: Tensor, weights: Tensor, transposed: bool, tile: Tile) -> Tensor:
+        return launch.rows_to_tokens(
+            rows_PK,
+            weights,
+            layout,
+            tile,
+            transposed=transposed,
+            num_choices=size.choices,
+        )
+
+    runs: dict[str, Callable[[TileSet], object]] = {
+        "up": lambda t: launch.pre_and_activation(x_TD, layout, gate_up, t),
+        "down": lambda t: rows(activation_PH, down, True, t.down),
+        "grad_hidden": lambda t: launch.hidden_gradients(grad_y_TD, pre_P2H, layout, down, t, overwrite=False),
+        "grad_rows": lambda t: rows(pre_P2H, gate_up, False, t.grad_rows),
+        "grad_down": lambda t: launch.weight_gradient(
+            grad_y_TD, activation_PH, layout, t.grad_down, transposed=False, main_grad=None
+        ),
+        "grad_gate_up": lambda t: launch.weight_gradient(
+            x_TD, pre_P2H, layout, t.grad_gate_up, transposed=True, main_grad=None
+        ),
+    }
+    return {kernel: with_tiles(kernel, run) for kernel, run in runs.items()}
+
+
+def _compile(size: LayerSize, kernel: str, changes: Changes) -> None:
+    # Few tokens, and few experts: a kernel knows of their number whether it is 1 and whether it is a multiple of 16.
+    num_experts = 16 if size.num_experts % 16 == 0 else min(2, size.num_experts)
+    small = replace(size, tokens=64, num_experts=num_experts, choices=min(size.choices, num_experts))
+    try:
+        kernel_calls(small, torch.device("cuda", torch.cuda.current_device()))[kernel](changes)
+        torch.cuda.synchronize()
+    finally:
+        torch.cuda.empty_cache()
+
+
+def _tensors(size: LayerSize, device: torch.device) -> tuple[Tensor, ...]:
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*shape: int, std: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator, device=device) * std).bfloat16()
+
+    noise_TE = torch.rand(size.tokens, size.num_experts, generator=generator, device=device)
+    return (
+        normal(size.tokens, size.d_model),
+        noise_TE.topk(size.choices).indices,
+        torch.rand(size.tokens, size.choices, generator=generator, device=device) + 0.1,
+        normal(size.num_experts, 2 * size.d_hidden, size.d_model, std=size.d_model**-0.5),
+        normal(size.num_experts, size.d_model, size.d_hidden, std=size.d_hidden**-0.5),
+        normal(size.tokens, size.d_model),
+    )
+
+
+def _layer(
+    backend: str, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, gate_up: Tensor, down: Tensor, table: TileTable
+) -> Tensor:
+    if backend in ("triton", "quack"):
+        return swiglu_of_tokens(x_TD, ids_TK, weights_TK, gate_up, down, backend=backend, table=table)
+    order = order_by_expert(ids_TK, down.shape[0])
+    row_weights_N = weights_TK.flatten().index_select(0, order.slot_of_row_N)
+    rows_ND = rows_from_tokens(x_TD, order)
+    y_ND = grouped_experts(rows_ND, row_weights_N, order.offsets_e, gate_up, down, backend=backend, table=table)
+    return sum_over_choices(y_ND, order)
