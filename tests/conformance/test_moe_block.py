@@ -4,11 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from coterie_export import ModelSpec
-from coterie_parallel import Mesh, ParallelConfig, make_dispatcher, make_plan
+from coterie_parallel import DispatchOptions, Mesh, ParallelConfig, make_dispatcher, make_plan
 from coterie_trainer.initialization import initialize
 from coterie_trainer.model import MoE, build_model
 from support.ranks import run_ranks
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 SPEC = ModelSpec(
     vocab_size=8,
@@ -27,8 +28,14 @@ SPEC = ModelSpec(
 TOKENS = (5, 0, 9, 2)  # of each of four ranks; one has none
 
 
-def block(mesh: Mesh, dispatcher: str, expert_backend: str) -> MoE:
-    model = build_model(SPEC, expert_axis=mesh.axis("expert"), dispatcher=dispatcher, expert_backend=expert_backend)
+def block(mesh: Mesh, dispatcher: str, expert_backend: str, options: DispatchOptions | None = None) -> MoE:
+    model = build_model(
+        SPEC,
+        expert_axis=mesh.axis("expert"),
+        dispatcher=dispatcher,
+        options=options,
+        expert_backend=expert_backend,
+    )
     initialize(model, seed=4, std=0.3)
     return model.layers[0].moe
 
@@ -82,7 +89,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert error <= 2e-6, (name, error)  # sums of up to 16 products in fp32
 
 
-@pytest.mark.parametrize("dispatcher", ["local", "all_to_all"])
+@pytest.mark.parametrize("dispatcher", ["local", "all_to_all", "rowwise"])
 @pytest.mark.parametrize("expert_backend", ["reference", "torch"])
 def test_one_rank(dispatcher: str, expert_backend: str, expected: dict[str, Tensor]) -> None:
     moe = block(_single(), dispatcher, expert_backend)
@@ -92,29 +99,57 @@ def test_one_rank(dispatcher: str, expert_backend: str, expected: dict[str, Tens
     assert_close(outcome(moe, y_TD, x_TD, upstream_TD), expected)
 
 
-def on_rank(rank: int, world: int, expert_backend: str) -> dict[str, Tensor]:
+VARIANTS = {
+    "all_to_all": ("all_to_all", DispatchOptions(), False),
+    "all_to_all, overlap": ("all_to_all", DispatchOptions(overlap=True), False),
+    "rowwise": ("rowwise", DispatchOptions(capacity_factor=4.0), False),
+    "rowwise, overlap": ("rowwise", DispatchOptions(capacity_factor=4.0, overlap=True), False),
+    "rowwise, lease": ("rowwise", DispatchOptions(capacity_factor=4.0, saved_rows="lease"), False),
+    "rowwise, fetch": ("rowwise", DispatchOptions(capacity_factor=4.0, saved_rows="fetch"), False),
+    "rowwise, exact": ("rowwise", DispatchOptions(overflow="exact"), False),
+    "rowwise, recomputed": ("rowwise", DispatchOptions(capacity_factor=4.0, overlap=True), True),
+}
+"""Dispatcher, its options, and whether the block is computed again in the backward pass."""
+
+
+def on_rank(rank: int, world: int, expert_backends: list[str]) -> dict[tuple[str, str], dict[str, Tensor]]:
+    found = {}
+    start, stop = sum(TOKENS[:rank]), sum(TOKENS[: rank + 1])
     with Mesh(make_plan(ParallelConfig(data=world, expert=world), world), rank, timeout_s=30.0) as mesh:
-        moe = block(mesh, "all_to_all", expert_backend)
-        start, stop = sum(TOKENS[:rank]), sum(TOKENS[: rank + 1])
-        x_TD, upstream_TD, is_real_T = (part[start:stop] for part in inputs())
-        x_TD = x_TD.clone().requires_grad_()
-        y_TD, _ = moe(x_TD, is_real_T)
-        return outcome(moe, y_TD, x_TD, upstream_TD)
+        for expert_backend in expert_backends:
+            for name, (dispatcher, options, is_recomputed) in VARIANTS.items():
+                moe = block(mesh, dispatcher, expert_backend, options)
+                x_TD, upstream_TD, is_real_T = (part[start:stop] for part in inputs())
+                x_TD = x_TD.clone().requires_grad_()
+                if is_recomputed:
+                    y_TD, _ = checkpoint(moe, x_TD, is_real_T, use_reentrant=False)
+                else:
+                    y_TD, _ = moe(x_TD, is_real_T)
+                result = outcome(moe, y_TD, x_TD, upstream_TD)
+                assert moe.dispatcher.grow() is None
+                moe.dispatcher.close()
+                found[name, expert_backend] = {key: tensor.numpy() for key, tensor in result.items()}
+    return found
 
 
-@pytest.mark.parametrize("expert_backend", ["reference", "torch"])
-def test_four_ranks_that_hold_two_experts_each(expert_backend: str, expected: dict[str, Tensor]) -> None:
-    parts = run_ranks(on_rank, 4, expert_backend)
-    joined = {}
-    for name in expected:
-        tensors = [part[name] for part in parts]
-        is_cut = name in ("output", "tokens") or name.startswith("experts.")
-        joined[name] = torch.cat(tensors) if is_cut else sum(tensors)
-    assert_close(joined, expected)
+def test_four_ranks_that_hold_two_experts_each(expected: dict[str, Tensor]) -> None:
+    backends = ["reference", "torch"]
+    parts = run_ranks(on_rank, 4, backends)
+    for expert_backend in backends:
+        for name in VARIANTS:
+            joined = {}
+            for key in expected:
+                tensors = [torch.from_numpy(part[name, expert_backend][key]) for part in parts]
+                is_cut = key in ("output", "tokens") or key.startswith("experts.")
+                joined[key] = torch.cat(tensors) if is_cut else sum(tensors)
+            assert_close(joined, expected)
+            for part in parts:
+                for key, values in part["all_to_all", expert_backend].items():
+                    assert (part[name, expert_backend][key] == values).all(), (name, expert_backend, key)
 
 
 def test_the_dispatcher_is_the_one_that_was_asked_for() -> None:
     axis = _single().axis("expert")
-    for name in ("local", "all_to_all"):
+    for name in ("local", "all_to_all", "rowwise"):
         own = type(make_dispatcher(name, num_experts=SPEC.num_experts, axis=axis))
         assert type(block(_single(), name, "reference").dispatcher) is own

@@ -130,7 +130,7 @@ REFUSED = [
         name="unknown dispatcher",
         config=ParallelConfig(dispatcher="all2all"),
         world=1,
-        sentences=[["'all2all'", "all_to_all, local"]],
+        sentences=[["'all2all'", "all_to_all, deep_ep, local, rowwise"]],
     ),
     PlanCase(
         name="local with more than one rank",

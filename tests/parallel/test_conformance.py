@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from coterie_parallel import Axis, Dispatched
+from coterie_parallel import Axis, Dispatched, DispatchOptions
 from coterie_parallel.conformance import CASES, conformance_problems
 from coterie_parallel.dispatch.local import LocalDispatcher
 from torch import Tensor
@@ -78,14 +78,39 @@ class _SharedMaps(LocalDispatcher):
 
 
 class _SharedBuffer(LocalDispatcher):
-    """Uses one buffer for the rows of all layers, which is allowed."""
+    """Uses one buffer for the rows of all layers, so that rows which autograd saved change behind its back."""
 
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
         if hasattr(self, "rows_RD"):
-            self.rows_RD.data.fill_(torch.nan)
+            self._write_over(self.rows_RD)
         sent = super().dispatch(x_TD, ids_TK, weights_TK)
         self.rows_RD = sent.rows_RD
         return sent
+
+    def _write_over(self, rows_RD: Tensor) -> None:
+        rows_RD.data.fill_(torch.nan)
+
+
+class _SharedBufferThatTells(_SharedBuffer):
+    def _write_over(self, rows_RD: Tensor) -> None:
+        rows_RD.detach().fill_(torch.nan)
+
+
+class _NoPartialGradients(LocalDispatcher):
+    """Is right as a whole and wrong in two parts."""
+
+    def combine_finish(self, pending: Any) -> Tensor:
+        return 2 * super().combine_finish(pending)
+
+
+class _Drops(LocalDispatcher):
+    def counters(self) -> dict[str, Tensor]:
+        return {"rows_dropped": torch.tensor(3)}
+
+
+class _NeverEnough(LocalDispatcher):
+    def grow(self) -> str | None:
+        return "more room is needed"
 
 
 class _OnlyUnaligned(LocalDispatcher):
@@ -107,6 +132,11 @@ class _OnlyUnaligned(LocalDispatcher):
         (_LowPrecisionSum, "bfloat16", "y_TD is wrong"),
         (_SharedMaps, "uneven", "gradient of the rows is wrong"),
         (_OnlyUnaligned, "aligned_16", "not supported: alignment 16 is not there"),
+        (_SharedBuffer, "uneven", "layer 0: gradient of the tokens through saved rows is wrong"),
+        (_SharedBufferThatTells, "uneven", "rows that the experts saved for the backward pass were written over"),
+        (_NoPartialGradients, "uneven", "uneven, layer 1, rank 0: y_TD is wrong"),
+        (_Drops, "uneven", "uneven: the options leave no room for all rows, 3 were dropped"),
+        (_NeverEnough, "uneven", "uneven: still without room for all rows after 5 attempts: more room is needed"),
     ],
 )
 def test_a_broken_dispatcher_is_found(broken: type[LocalDispatcher], case: str, problem: str) -> None:
@@ -114,8 +144,16 @@ def test_a_broken_dispatcher_is_found(broken: type[LocalDispatcher], case: str, 
     assert any(problem in one for one in found), found
 
 
-def test_a_buffer_that_is_used_again_is_allowed() -> None:
-    assert conformance_problems(_SharedBuffer, Axis.single("expert"), cases=CASES[:3]) == []
+def test_options_reach_the_dispatcher() -> None:
+    options = DispatchOptions(saved_rows="lease")
+    seen = []
+
+    class Seen(LocalDispatcher):
+        def close(self) -> None:
+            seen.append(self.options)
+
+    assert conformance_problems(Seen, Axis.single("expert"), cases=CASES[:2], options=options) == []
+    assert seen == [options, options]
 
 
 def test_no_case_has_the_name_of_another() -> None:

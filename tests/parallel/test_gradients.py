@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,12 +11,11 @@ import torch
 from coterie_parallel import (
     DENSE,
     EXPERTS,
-    AdamWConfig,
     GradientReducer,
     Mesh,
-    Optimizer,
     ParallelConfig,
     Placement,
+    ReductionConfig,
     accumulate_in_fp32,
     clip_gradients_,
     count_elements,
@@ -23,7 +23,7 @@ from coterie_parallel import (
     make_plan,
     replica_problems,
 )
-from coterie_parallel.gradients import _Bucket
+from coterie_parallel.gradients import bucket_layouts
 from support.ranks import run_ranks
 from torch import Tensor, nn
 
@@ -51,33 +51,42 @@ def _gradient_of_rank(name: str, shape: tuple[int, ...], rank: int) -> Tensor:
 PLACEMENTS["bias"] = DENSE
 
 
-def _reduce_on(rank: int, world: int, expert: int, bucket_bytes: int) -> dict[str, Any]:
-    with Mesh(make_plan(ParallelConfig(expert=expert), world), rank, timeout_s=30) as mesh:
-        parameters = _parameters(expert)
-        shuffled = sorted(parameters.items(), key=lambda item: (hash((item[0], rank)), item[0]))
-        reducer = GradientReducer(shuffled, PLACEMENTS, mesh, bucket_bytes)
-        for name, parameter in parameters.items():
-            # One rank has no gradient for the router, and nobody has one for the norm.
-            if name != "norm.weight" and not (name == "router.weight" and rank == 1):
-                parameter.grad = _gradient_of_rank(name, tuple(parameter.shape), rank).to(parameter.dtype)
-        summed = reducer.reduce()
-        if rank == 0:
-            assert list(summed) == sorted(parameters)
-        again = {name: grad.clone() for name, grad in summed.items()}
-        assert all(torch.equal(again[name], grad) for name, grad in reducer.reduce().items())
-        norm = global_gradient_norm(summed, PLACEMENTS, mesh)
-        count = count_elements(summed, PLACEMENTS, mesh)
-        clip_gradients_(summed, norm, float(norm) / 2)
-        return {
-            "summed": {name: grad.flatten().tolist() for name, grad in again.items()},
-            "clipped": {name: grad.flatten().tolist() for name, grad in summed.items()},
-            "norm": float(norm),
-            "count": count,
-        }
+def _rounded_gradient(name: str, shape: tuple[int, ...], rank: int) -> Tensor:
+    """Return numbers whose sum depends on its order."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(10 * len(name) + rank))
 
 
-def _expected(world: int, expert: int, rank: int) -> dict[str, Tensor]:
-    """Return the sums that one process would have for the part of the model that ``rank`` holds."""
+Gradient = Callable[[str, tuple[int, ...], int], Tensor]
+
+
+def _backward(parameters: dict[str, nn.Parameter], rank: int, gradient: Gradient) -> None:
+    # One rank has no gradient for the router, and nobody has one for the norm.
+    used = [name for name in parameters if name != "norm.weight" and not (name == "router.weight" and rank == 1)]
+    terms = [(parameters[name] * gradient(name, tuple(parameters[name].shape), rank)).sum() for name in used]
+    torch.stack([term.float() for term in terms]).sum().backward()
+
+
+def _reduce_on(mesh: Mesh, gradient: Gradient, config: ReductionConfig, *, in_backward: bool) -> dict[str, Any]:
+    rank, parameters = mesh.rank, _parameters(mesh.plan.expert)
+    shuffled = sorted(parameters.items(), key=lambda item: (hash((item[0], rank)), item[0]))
+    reducer = GradientReducer(shuffled, PLACEMENTS, mesh, config)
+    with reducer.micro_batch(is_last=True) if in_backward else nullcontext():
+        _backward(parameters, rank, gradient)
+    pieces = reducer.reduce()
+    assert pieces.keys() == parameters.keys()
+    summed = reducer.gathered()
+    norm = global_gradient_norm(pieces.values(), mesh)
+    largest = global_gradient_norm(pieces.values(), mesh, order=math.inf)
+    count = count_elements(pieces.values(), mesh)
+    clip_gradients_(pieces.values(), norm, float(norm) / 2)
+    clipped = reducer.gathered()
+    reducer.zero()
+    assert not any(grad.any() for grad in reducer.reduce().values())
+    return {"summed": summed, "clipped": clipped, "norm": float(norm), "largest": float(largest), "count": count}
+
+
+def _expected(world: int, expert: int, rank: int, gradient: Gradient) -> dict[str, Tensor]:
+    """Return the sums, in the order of the ranks, for the part of the model that ``rank`` holds."""
     expected = {}
     for name in PLACEMENTS:
         shape = (8,) if name == "bias" else _local_shape(name, expert)
@@ -86,34 +95,98 @@ def _expected(world: int, expert: int, rank: int) -> dict[str, Tensor]:
             peers = []
         if name == "router.weight":
             peers = [peer for peer in peers if peer != 1]
-        expected[name] = sum((_gradient_of_rank(name, shape, peer) for peer in peers), torch.zeros(shape))
+        dtype = torch.bfloat16 if name == "bias" else torch.float32
+        expected[name] = sum((gradient(name, shape, peer).to(dtype).float() for peer in peers), torch.zeros(shape))
     return expected
 
 
-def _all_layouts(rank: int, world: int) -> dict[tuple[int, int], dict[str, Any]]:
-    layouts = [(1, 64), (world, 64), (2, 64), (2, 2**20), (2, 16_000)]
-    return {layout: _reduce_on(rank, world, *layout) for layout in layouts}
+# The two that do not sum in the order of the ranks, in fp32, get whole numbers.
+CONFIGS = {
+    "small buckets": (ReductionConfig(bucket_bytes=64), _rounded_gradient, True),
+    "one bucket": (ReductionConfig(), _rounded_gradient, True),
+    "some buckets": (ReductionConfig(bucket_bytes=16_000), _rounded_gradient, True),
+    "no overlap": (ReductionConfig(bucket_bytes=16_000, overlap=False), _rounded_gradient, True),
+    "by hand": (ReductionConfig(bucket_bytes=16_000), _rounded_gradient, False),
+    "sharded": (ReductionConfig(bucket_bytes=16_000, sharded=True), _rounded_gradient, True),
+    "bf16": (ReductionConfig(bucket_bytes=16_000, send_dtype="bfloat16"), _gradient_of_rank, True),
+    "backend": (ReductionConfig(bucket_bytes=16_000, sum_order="backend"), _gradient_of_rank, True),
+}
+
+
+def _all_layouts(rank: int, world: int) -> dict[tuple[int, str], dict[str, Any]]:
+    found = {}
+    for expert in sorted({1, 2, world}):
+        with Mesh(make_plan(ParallelConfig(expert=expert), world), rank, timeout_s=30) as mesh:
+            for name, (config, gradient, in_backward) in CONFIGS.items():
+                found[expert, name] = _reduce_on(mesh, gradient, config, in_backward=in_backward)
+    return found
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_sums_norm_and_count_equal_one_process_in_every_layout(world: int) -> None:
-    results = run_ranks(_all_layouts, world, timeout_s=150)
-    for expert, bucket_bytes in results[0]:
-        squares = 0.0
+    results = run_ranks(_all_layouts, world)
+    for expert, config in results[0]:
+        squares, largest = 0.0, 0.0
         for rank in range(world):
-            result, expected = results[rank][expert, bucket_bytes], _expected(world, expert, rank)
+            result = results[rank][expert, config]
+            expected = _expected(world, expert, rank, CONFIGS[config][1])
             for name, grad in expected.items():
-                assert result["summed"][name] == grad.flatten().tolist(), (expert, bucket_bytes, rank, name)
+                # Sums that are rounded have the bits of a sum in the order of the ranks.
+                assert torch.equal(result["summed"][name], grad), (expert, config, rank, name)
             if rank < expert:  # One rank for every shard of the experts, and the rest of the model once.
-                once = {name: grad for name, grad in expected.items() if name.startswith("experts") or rank == 0}
-                squares += sum(float((grad.double() ** 2).sum()) for grad in once.values())
+                once = [grad for name, grad in expected.items() if name.startswith("experts") or rank == 0]
+                squares += sum(float((grad.double() ** 2).sum()) for grad in once)
+                largest = max(largest, *(float(grad.abs().max()) for grad in once))
         for rank in range(world):
-            result = results[rank][expert, bucket_bytes]
+            result = results[rank][expert, config]
             assert result["count"] == TOTAL
             assert result["norm"] == pytest.approx(math.sqrt(squares), rel=1e-12)
-            assert result["norm"] == results[0][expert, bucket_bytes]["norm"]
+            assert result["norm"] == results[0][expert, config]["norm"]
+            assert result["largest"] == largest
             for name, values in result["summed"].items():
-                assert result["clipped"][name] == [value / 2 for value in values]
+                assert torch.equal(result["clipped"][name], values / 2)
+
+
+def _sent_in_bf16(rank: int, world: int) -> dict[str, Tensor]:
+    with Mesh(make_plan(ParallelConfig(), world), rank, timeout_s=30) as mesh:
+        config = ReductionConfig(send_dtype="bfloat16")
+        return _reduce_on(mesh, _rounded_gradient, config, in_backward=True)["summed"]
+
+
+def test_what_is_sent_in_bf16_is_rounded_once_and_summed_in_fp32() -> None:
+    for summed in run_ranks(_sent_in_bf16, 2):
+        for name in ("embed.weight", "experts.down"):
+            shape = SHAPES[name]
+            expected = sum(_rounded_gradient(name, shape, rank).bfloat16().float() for rank in range(2))
+            assert torch.equal(summed[name], expected)
+
+
+def _misuse(rank: int, world: int) -> list[str]:
+    messages = []
+    with Mesh(make_plan(ParallelConfig(), world), rank, timeout_s=30) as mesh:
+        for config in (ReductionConfig(), ReductionConfig(sharded=True)):
+            parameter = nn.Parameter(torch.ones(3))
+            reducer = GradientReducer([("a", parameter)], {"a": DENSE}, mesh, config)
+            with reducer.micro_batch(is_last=True):
+                parameter.sum().backward()
+            try:
+                parameter.sum().backward()
+            except ValueError as error:
+                messages.append(str(error))
+            reducer.zero()
+            # A step that is given up in the middle leaves no rank behind, and nothing in the next one.
+            with reducer.micro_batch(is_last=True):
+                (parameter * (rank + 1)).sum().backward()
+            reducer.reduce()
+            messages.append(str(reducer.gathered()["a"].tolist()))
+    return messages
+
+
+def test_a_gradient_that_comes_too_late_is_an_error_and_a_step_can_be_given_up() -> None:
+    for messages in run_ranks(_misuse, 2):
+        assert "'a' came after its bucket was sent; run one backward in micro_batch(is_last=True)" in messages[0]
+        assert messages[2] == "with sharded gradients every backward must run in micro_batch()"
+        assert messages[1] == messages[3] == "[3.0, 3.0, 3.0]"
 
 
 def _one_rank() -> Mesh:
@@ -159,27 +232,63 @@ def test_a_placement_accounts_for_every_rank_once() -> None:
     assert Placement().problems(plan) == ["no axis (1) = 1 ranks must be the whole world (8)"]
 
 
-def test_buckets_take_the_parameters_in_the_order_of_their_names_up_to_their_size() -> None:
-    named = [(name, nn.Parameter(torch.zeros(size))) for name, size in [("c", 4), ("a", 4), ("b", 4), ("d", 9)]]
-    reducer = GradientReducer(named, {name: DENSE for name, _ in named}, _one_rank(), bucket_bytes=32)
-    buckets: list[_Bucket] = reducer._buckets
-    assert [list(bucket.views) for bucket in buckets] == [["a", "b"], ["c"], ["d"]]
-    assert [bucket.flat.numel() for bucket in buckets] == [8, 4, 9]
+def test_buckets_take_the_parameters_in_the_reverse_order_up_to_their_size() -> None:
+    named = [(name, nn.Parameter(torch.zeros(size))) for name, size in [("c", 4), ("a", 4), ("b", 4), ("d", 200)]]
+    named.append(("half", nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))))
+    kinds = {"c": "x", "a": "y", "b": "y", "d": "y", "half": "y"}
+    config = ReductionConfig(bucket_bytes=600)
+    reducer = GradientReducer(named, {name: DENSE for name, _ in named}, _one_rank(), config, kinds)
+    # "d" is larger than a bucket; starts and ends are multiples of 64 elements.
+    slots = [[(slot.name, slot.start) for slot in bucket.layout.slots] for bucket in reducer.buckets]
+    assert slots == [[("d", 0)], [("half", 0)], [("b", 0), ("a", 64)], [("c", 0)]]
+    assert [bucket.layout.numel for bucket in reducer.buckets] == [256, 64, 128, 64]
+
+
+def test_shards_are_equal_and_hold_every_element_once() -> None:
+    plan = make_plan(ParallelConfig(expert=2), 8)
+    sizes = [("big", 1000, torch.float32), ("one", 1, torch.float32), ("experts", 130, torch.float32)]
+    placements = {"big": DENSE, "one": DENSE, "experts": EXPERTS}
+    dense, experts = bucket_layouts(sizes, placements, plan, 2**20)
+    assert (dense.axis, dense.num_shards, dense.shard_numel) == ("data", 8, 192)  # 1024 + 1 over 8, in steps of 64
+    assert (experts.axis, experts.num_shards, experts.shard_numel) == ("expert_data", 4, 64)
+    for layout in (dense, experts):
+        for slot in layout.slots:
+            pieces = [layout.piece(slot, shard) for shard in range(layout.num_shards)]
+            held = [element for first, last in pieces for element in range(first, last)]
+            assert held == list(range(slot.numel))
 
 
 def test_norm_and_clipping_by_hand() -> None:
-    gradients = {"a": torch.tensor([3.0, 0.0]), "b": torch.tensor([[4.0]])}
-    placements = {"a": DENSE, "b": EXPERTS}
+    gradients = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])]
     mesh = _one_rank()
-    norm = global_gradient_norm(gradients, placements, mesh)
+    norm = global_gradient_norm(gradients, mesh)
     assert (norm.dtype, float(norm)) == (torch.float64, 5.0)
+    assert float(global_gradient_norm(gradients, mesh, order=math.inf)) == 4.0
     clip_gradients_(gradients, norm, 10.0)
-    assert gradients["a"].tolist() == [3.0, 0.0]
+    assert gradients[0].tolist() == [3.0, 0.0]
     clip_gradients_(gradients, norm, 2.5)
-    assert (gradients["a"].tolist(), gradients["b"].tolist()) == ([1.5, 0.0], [[2.0]])
+    assert (gradients[0].tolist(), gradients[1].tolist()) == ([1.5, 0.0], [[2.0]])
     # Squares of such gradients do not fit into fp32.
-    assert float(global_gradient_norm({"a": torch.tensor([3e30, 4e30])}, placements, mesh)) == pytest.approx(5e30)
-    assert float(global_gradient_norm({}, placements, mesh)) == 0.0
+    assert float(global_gradient_norm([torch.tensor([3e30, 4e30])], mesh)) == pytest.approx(5e30)
+    assert float(global_gradient_norm([], mesh)) == 0.0
+    assert math.isnan(global_gradient_norm([torch.tensor([math.nan, math.inf])], mesh, order=math.inf))
+    with pytest.raises(ValueError, match=r"order \(1.0\) must be 2.0 or math.inf"):
+        global_gradient_norm([], mesh, order=1.0)
+
+
+def _stage_norms(rank: int, world: int) -> tuple[float, float, list[float]]:
+    with Mesh(make_plan(ParallelConfig(), world), rank, timeout_s=30) as mesh:
+        stage = [torch.tensor([[3.0, 0.0], [4.0, 0.0]][rank])]
+        norm = global_gradient_norm(stage, mesh)
+        largest = global_gradient_norm(stage, mesh, order=math.inf)
+        clip_gradients_(stage, norm, 1.0)
+        return float(norm), float(largest), stage[0].tolist()
+
+
+def test_stages_with_norms_3_and_4_both_clip_by_5() -> None:
+    for rank, (norm, largest, clipped) in enumerate(run_ranks(_stage_norms, 2)):
+        assert (norm, largest) == (5.0, 4.0)
+        assert clipped == pytest.approx([0.6 if rank == 0 else 0.8, 0.0], rel=1e-7)
 
 
 def _different_names(rank: int, world: int) -> list[str]:
@@ -212,12 +321,46 @@ def test_small_gradients_are_not_rounded_away_by_the_sum_of_earlier_ones() -> No
     other = torch.zeros(2, requires_grad=True)
     accumulate_in_fp32([parameter, other])
     assert not hasattr(other, "main_grad")
-    optimizer = Optimizer([("p", parameter), ("other", other)], {"p": DENSE, "other": DENSE}, mesh, AdamWConfig())
+    with pytest.raises(ValueError, match="at most one axis"):
+        GradientReducer([("p", parameter)], {"p": Placement(replicated_over=("data", "world"))}, mesh)
+    reducer = GradientReducer([("p", parameter), ("other", other)], {"p": DENSE, "other": DENSE}, mesh)
     for _ in range(2):
-        optimizer.zero_grad()
+        reducer.zero()
         for value in [1.0] + [2.0**-9] * 256:
             (parameter.sum() * value).backward()
         assert parameter.grad is None
-        reduced = GradientReducer([("p", parameter)], {"p": DENSE}, mesh).reduce()
-        assert reduced["p"].tolist() == [1.5, 1.5, 1.5]
-    assert float(optimizer.step(0.0)) == pytest.approx(math.sqrt(3 * 1.5**2))
+        assert reducer.reduce()["p"].tolist() == [1.5, 1.5, 1.5]
+
+
+def test_a_gradient_that_the_backward_adds_to_main_grad_itself_starts_the_exchange_too() -> None:
+    for order in run_ranks(_order_with_main_grad, 2):
+        assert order == ["b", "a"]
+
+
+class _IntoMainGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        ctx.weight.main_grad += grad
+
+
+def _order_with_main_grad(rank: int, world: int) -> list[str]:
+    sent = []
+    with Mesh(make_plan(ParallelConfig(), world), rank, timeout_s=30) as mesh:
+        named = {name: nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)) for name in ("a", "b")}
+        accumulate_in_fp32(named.values())
+        placements = dict.fromkeys(named, DENSE)
+        reducer = GradientReducer(named.items(), placements, mesh, ReductionConfig(bucket_bytes=1))
+        named["a"].register_hook(lambda grad: sent.extend(name for name in "b" if reducer.buckets[0].is_sent))
+        with reducer.micro_batch(is_last=True):
+            (named["a"].sum() * 2 + _IntoMainGrad.apply(named["b"])).backward()
+        sent += [bucket.layout.slots[0].name for bucket in reducer.buckets[1:] if bucket.is_sent]
+        pieces = reducer.reduce()
+        assert {name: piece.tolist() for name, piece in pieces.items() if len(piece)} == (
+            {"a": [4.0] * 3, "b": [2.0] * 3} if rank == 0 else {}
+        )
+    return sent

@@ -1,7 +1,8 @@
+import dataclasses
 import time
 
 import pytest
-from coterie_parallel import Mesh, ParallelConfig, Plan, make_plan, plan_problems
+from coterie_parallel import DispatchOptions, Mesh, ParallelConfig, Plan, make_plan, plan_problems
 
 from parallel.cases import REFUSED, PlanCase
 
@@ -80,3 +81,45 @@ def test_a_mesh_of_one_rank_needs_no_process_group() -> None:
 def test_a_mesh_of_more_ranks_asks_for_torch_distributed() -> None:
     with pytest.raises(ValueError, match=r"2 ranks needs torch.distributed"):
         Mesh(make_plan(ParallelConfig(), 2), 0, timeout_s=5)
+
+
+@pytest.mark.parametrize(("top_k", "factor", "least"), [(2, 0.4, "0.5"), (8, 0.1, "0.125"), (3, 0.3333, "0.334")])
+def test_a_capacity_below_one_row_a_token_is_refused(top_k: int, factor: float, least: str) -> None:
+    """P21: a receive buffer smaller than promised."""
+    config = ParallelConfig(dispatcher="rowwise", capacity_factor=factor)
+    expected = (
+        f"capacity_factor ({factor}) must be at least {least} with top_k ({top_k}): a buffer holds at least one row "
+        "for each token of a rank; usual: 2.0"
+    )
+    assert plan_problems(config, 2, num_experts=8, top_k=top_k) == [expected]
+    assert plan_problems(config, 2, num_experts=8) == []
+    with pytest.raises(ValueError, match=rf"^capacity_factor \({factor}\) must be at least {least}"):
+        make_plan(config, 2, 8, top_k)
+    enough = dataclasses.replace(config, capacity_factor=float(least))
+    assert plan_problems(enough, 2, num_experts=8, top_k=top_k) == []
+
+
+def test_options_of_the_dispatcher_are_judged() -> None:
+    config = ParallelConfig(dispatcher="rowwise", overflow="wait", saved_rows="all", capacity_factor=0.0)
+    assert plan_problems(config, 1, top_k=2) == [
+        "overflow ('wait') must be one of: grow, exact, drop",
+        "saved_rows ('all') must be one of: copy, lease, fetch",
+        "capacity_factor (0.0) must be a positive number, for example 2.0",
+    ]
+    good = ParallelConfig(dispatcher="rowwise", overflow="drop", capacity_factor=1.5, saved_rows="fetch", overlap=True)
+    assert plan_problems(good, 1, top_k=2) == []
+    assert good.dispatch_options() == DispatchOptions(
+        overflow="drop", capacity_factor=1.5, saved_rows="fetch", overlap=True
+    )
+
+
+@pytest.mark.parametrize("name", ["local", "all_to_all"])
+def test_settings_of_buffers_are_refused_where_there_are_none(name: str) -> None:
+    config = ParallelConfig(dispatcher=name, overflow="drop", capacity_factor=1.5, overlap=True)
+    found = plan_problems(config, 1, top_k=2)
+    assert found == [
+        f"overflow ('drop') does nothing with dispatcher \"{name}\", whose buffers always fit; leave it out, or use "
+        'dispatcher "rowwise"',
+        f'capacity_factor (1.5) does nothing with dispatcher "{name}", whose buffers always fit; leave it out, or use '
+        'dispatcher "rowwise"',
+    ]

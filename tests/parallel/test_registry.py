@@ -23,12 +23,12 @@ def _install(folder: Path, entries: str, code: str = "") -> None:
 
 
 def test_the_built_in_names() -> None:
-    assert known_dispatchers() == ["all_to_all", "local"]
+    assert known_dispatchers() == ["all_to_all", "deep_ep", "local", "rowwise"]
 
 
-@pytest.mark.parametrize("name", ["rowwise", "deep_ep", "", "Local"])
+@pytest.mark.parametrize("name", ["row_wise", "deepep", "", "Local"])
 def test_an_unknown_name_lists_the_known_ones(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"\('{name}'\) is unknown; known: all_to_all, local"):
+    with pytest.raises(ValueError, match=rf"\('{name}'\) is unknown; known: all_to_all, deep_ep, local, rowwise"):
         make_dispatcher(name, num_experts=4, axis=Axis.single("expert"))
 
 
@@ -57,7 +57,7 @@ def test_a_package_registers_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "def make():\n    pass\n",
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert known_dispatchers() == ["all_to_all", "function", "local", "theirs"]
+    assert known_dispatchers() == ["all_to_all", "deep_ep", "function", "local", "rowwise", "theirs"]
     assert ParallelConfig(dispatcher="theirs").problems() == []
     assert dispatcher_class("theirs").__module__ == "someone_else"
     assert conformance_problems("theirs", Axis.single("expert")) == []

@@ -120,7 +120,7 @@ def _run(config: Config) -> Run:
 def test_bits_per_byte_and_rates_in_the_records(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     run = _run(config)
     held_out = run.held_out_split
-    monkeypatch.setattr(training, "evaluate", lambda model, batches, mesh, stop_requested: 2.0)
+    monkeypatch.setattr(training, "evaluate", lambda *arguments: 2.0)
     run.loop(StopRequest())
     lines = (Path(config.run_folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]

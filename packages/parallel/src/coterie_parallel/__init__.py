@@ -12,17 +12,33 @@ from coterie_parallel.collectives import (
     broadcast_,
     exchange_rows,
 )
-from coterie_parallel.dispatch import Dispatched, Dispatcher, dispatcher_class, known_dispatchers, make_dispatcher
+from coterie_parallel.dispatch import (
+    Dispatched,
+    Dispatcher,
+    DispatchOptions,
+    dispatcher_class,
+    known_dispatchers,
+    make_dispatcher,
+)
 from coterie_parallel.gradients import (
     GradientReducer,
+    ReductionConfig,
     accumulate_in_fp32,
     clip_gradients_,
     count_elements,
     global_gradient_norm,
 )
 from coterie_parallel.mesh import Mesh
-from coterie_parallel.optimizer import AdamWConfig, Optimizer
-from coterie_parallel.placement import DENSE, EXPERTS, Placement, replica_problems
+from coterie_parallel.optimizer import (
+    AdamWConfig,
+    MuonConfig,
+    Optimizer,
+    OptimizerMemory,
+    OutlierConfig,
+    optimizer_memory,
+    orthogonalize,
+)
+from coterie_parallel.placement import DENSE, EXPERTS, Chunk, Placement, replica_problems
 from coterie_parallel.plan import AXES, Coordinates, ParallelConfig, Plan, make_plan, plan_problems
 
 __all__ = [
@@ -45,18 +61,26 @@ __all__ = [
     "exchange_rows",
     "Dispatched",
     "Dispatcher",
+    "DispatchOptions",
     "dispatcher_class",
     "known_dispatchers",
     "make_dispatcher",
     "DENSE",
     "EXPERTS",
+    "Chunk",
     "Placement",
     "replica_problems",
     "GradientReducer",
+    "ReductionConfig",
     "accumulate_in_fp32",
     "clip_gradients_",
     "count_elements",
     "global_gradient_norm",
     "AdamWConfig",
+    "MuonConfig",
+    "OutlierConfig",
     "Optimizer",
+    "OptimizerMemory",
+    "optimizer_memory",
+    "orthogonalize",
 ]

@@ -13,6 +13,7 @@ class Axis:
 
     ``ranks`` are the global ranks along the axis, ``index`` is the place of this rank among them. ``group`` is None
     when the axis has one rank: then every collective is the identity and torch.distributed is not needed.
+    ``timeout_s`` is how long a rank waits for the others.
     """
 
     name: str
@@ -20,6 +21,7 @@ class Axis:
     index: int
     group: dist.ProcessGroup | None
     ranks: tuple[int, ...]
+    timeout_s: float = 600.0
 
     @classmethod
     def single(cls, name: str, rank: int = 0) -> "Axis":

@@ -17,6 +17,7 @@ from coterie_parallel.axis import Axis
 
 __all__ = [
     "CollectiveError",
+    "Pending",
     "all_gather",
     "all_gather_objects",
     "all_reduce_max",
@@ -25,7 +26,14 @@ __all__ = [
     "barrier",
     "broadcast_",
     "exchange_rows",
+    "start_all_gather",
+    "start_all_to_all",
+    "start_reduce_scatter",
 ]
+
+# torch 2.13 renamed these two and warns at the old names, which are the only ones before.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class CollectiveError(RuntimeError):
@@ -125,3 +133,66 @@ def exchange_rows(rows: Tensor, send_counts: Sequence[int], receive_counts: Sequ
     with _named("exchange_rows", axis):
         dist.all_to_all_single(received, rows.contiguous(), list(receive_counts), list(send_counts), group=axis.group)
     return received
+
+
+class Pending:
+    """A collective under way; its tensors must live, and its result is not there, until `wait` has returned.
+
+    On a GPU ``wait`` makes the current stream wait, not the host.
+    """
+
+    def __init__(self, what: str, axis: Axis, work: dist.Work | None) -> None:
+        self._what, self._axis, self._work = what, axis, work
+
+    def is_done(self) -> bool:
+        """Return whether `wait` would return at once."""
+        return self._work is None or self._work.is_completed()
+
+    def wait(self) -> None:
+        """Wait for the result; a second call does nothing."""
+        if self._work is not None:
+            with _named(self._what, self._axis):
+                self._work.wait()
+            self._work = None
+
+
+def start_all_gather(whole: Tensor, part: Tensor, axis: Axis) -> Pending:
+    """Start to fill ``whole`` with the ``part`` of every rank, in the order of the axis index.
+
+    Args:
+        whole: (size of the axis * N), contiguous.
+        part: (N), contiguous, of the same dtype on all ranks.
+        axis: every rank of it must call; it must have more than one.
+    """
+    _refuse_gradient("all_gather", part)
+    with _named("all_gather", axis):
+        work = _all_gather_single(whole, part, group=axis.group, async_op=True)
+    return Pending("all_gather", axis, work)
+
+
+def start_all_to_all(received: Tensor, sent: Tensor, axis: Axis) -> Pending:
+    """Start to exchange equal parts: part ``i`` of ``sent`` goes to index ``i``, part ``i`` of ``received`` is from it.
+
+    Args:
+        received: (size of the axis * N), contiguous.
+        sent: (size of the axis * N), contiguous.
+        axis: every rank of it must call; it must have more than one.
+    """
+    _refuse_gradient("all_to_all", sent)
+    with _named("all_to_all", axis):
+        work = dist.all_to_all_single(received, sent, group=axis.group, async_op=True)
+    return Pending("all_to_all", axis, work)
+
+
+def start_reduce_scatter(part: Tensor, whole: Tensor, axis: Axis) -> Pending:
+    """Start to fill ``part`` with this rank's part of the sum of ``whole`` over the axis; the back-end orders the sum.
+
+    Args:
+        part: (N), contiguous.
+        whole: (size of the axis * N), contiguous.
+        axis: every rank of it must call; it must have more than one.
+    """
+    _refuse_gradient("reduce_scatter", whole)
+    with _named("reduce_scatter", axis):
+        work = _reduce_scatter_single(part, whole, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)
+    return Pending("reduce_scatter", axis, work)

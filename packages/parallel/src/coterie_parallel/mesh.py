@@ -47,7 +47,9 @@ class Mesh:
                     group = created if isinstance(created, dist.ProcessGroup) else None
                 if rank in ranks:
                     index = ranks.index(rank)
-                    self._axes[name] = Axis(name=name, size=len(ranks), index=index, group=group, ranks=ranks)
+                    self._axes[name] = Axis(
+                        name=name, size=len(ranks), index=index, group=group, ranks=ranks, timeout_s=timeout_s
+                    )
 
     def axis(self, name: str) -> Axis:
         """Return the axis ``name``, one of `AXES`."""

@@ -12,14 +12,16 @@ from coterie_parallel.collectives import all_gather_objects
 from coterie_parallel.mesh import Mesh
 from coterie_parallel.plan import AXES, Plan
 
-__all__ = ["DENSE", "EXPERTS", "Placement", "placed_parameters", "replica_problems"]
+__all__ = ["DENSE", "EXPERTS", "Chunk", "Placement", "placed_parameters", "replica_problems"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """The axes over which a parameter is replicated, and those over which its elements are sharded.
 
-    Together they must account for every rank exactly once.
+    Together they must account for every rank exactly once. A sharded parameter is cut along its first dimension into
+    equal parts, in the order of the axis index. Gradients are summed, and optimizer state is sharded, over the one
+    axis of ``replicated_over``.
     """
 
     replicated_over: tuple[str, ...] = ()
@@ -31,11 +33,18 @@ class Placement:
         unknown = [axis for axis in axes if axis not in AXES]
         if unknown:
             return [f"axis ({axis!r}) is unknown; known: {', '.join(AXES)}" for axis in unknown]
+        if len(self.replicated_over) > 1:
+            return [f"replicated_over ({', '.join(self.replicated_over)}) must name at most one axis"]
         sizes = [len(plan.axis_ranks(axis)[0]) for axis in axes]
         if math.prod(sizes) != plan.world:
             product = " x ".join(f"{axis} ({size})" for axis, size in zip(axes, sizes, strict=True)) or "no axis (1)"
             return [f"{product} = {math.prod(sizes)} ranks must be the whole world ({plan.world})"]
         return []
+
+    @property
+    def replication_axis(self) -> str | None:
+        """The axis over which gradients are summed; None where every rank has its own part."""
+        return self.replicated_over[0] if self.replicated_over else None
 
 
 DENSE = Placement(replicated_over=("data",))
@@ -45,10 +54,25 @@ EXPERTS = Placement(replicated_over=("expert_data",), sharded_over=("expert",))
 """Routed experts: each rank of the expert axis holds its own."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """A rectangular part of a tensor that is spread over ranks.
+
+    Attributes:
+        tensor: the part of this rank, live.
+        offsets: index of its first element in the whole tensor, one number for each dimension.
+        global_shape: shape of the whole tensor.
+    """
+
+    tensor: Tensor
+    offsets: tuple[int, ...]
+    global_shape: tuple[int, ...]
+
+
 def placed_parameters(
     named_parameters: Iterable[tuple[str, Tensor]], placements: Mapping[str, Placement], plan: Plan
 ) -> dict[str, Tensor]:
-    """Return the trainable parameters by name, sorted by name.
+    """Return the trainable parameters by name, in the given order.
 
     Raises:
         ValueError: naming each parameter that has no placement or a wrong one, whose name occurs twice, or that occurs
@@ -70,7 +94,7 @@ def placed_parameters(
         owner[id(parameter)] = name
     if problems:
         raise ValueError("\n".join(problems))
-    return {name: found[name] for name in sorted(found) if found[name].requires_grad}
+    return {name: parameter for name, parameter in found.items() if parameter.requires_grad}
 
 
 def replica_problems(

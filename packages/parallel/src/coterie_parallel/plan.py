@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 
+from coterie_parallel.dispatch.options import DispatchOptions, OverflowPolicy, SavedRows
 from coterie_parallel.dispatch.registry import dispatcher_class, known_dispatchers
 
 __all__ = ["AXES", "Coordinates", "ParallelConfig", "Plan", "make_plan", "plan_problems"]
@@ -18,7 +19,8 @@ class ParallelConfig:
     """The layout that a user asks for.
 
     ``data = -1`` takes all ranks that are left by the pipeline; ``expert = -1`` spreads the experts over the whole
-    data axis. ``timeout_s`` is the time-out of every process group.
+    data axis. ``timeout_s`` is the time-out of every process group. The four settings after it are explained in
+    `DispatchOptions`.
     """
 
     pipeline: int = 1
@@ -26,6 +28,19 @@ class ParallelConfig:
     expert: int = 1
     dispatcher: str = "all_to_all"
     timeout_s: float = 600.0
+    overflow: OverflowPolicy = "grow"
+    capacity_factor: float = 2.0
+    saved_rows: SavedRows = "copy"
+    overlap: bool = False
+
+    def dispatch_options(self) -> DispatchOptions:
+        """Return the settings that belong to the dispatcher."""
+        return DispatchOptions(
+            overflow=self.overflow,
+            capacity_factor=self.capacity_factor,
+            saved_rows=self.saved_rows,
+            overlap=self.overlap,
+        )
 
     def problems(self) -> list[str]:
         """Return every fault that shows without knowing the number of ranks."""
@@ -41,7 +56,7 @@ class ParallelConfig:
             found.append(f"dispatcher ({self.dispatcher!r}) is unknown; known: {', '.join(known_dispatchers())}")
         if not (0 < self.timeout_s < math.inf):
             found.append(f"timeout_s ({self.timeout_s}) must be a positive number of seconds, for example 600")
-        return found
+        return found + self.dispatch_options().problems()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +120,9 @@ class Plan:
         )
 
 
-def plan_problems(config: ParallelConfig, world: int, *, num_experts: int | None = None) -> list[str]:
+def plan_problems(
+    config: ParallelConfig, world: int, *, num_experts: int | None = None, top_k: int | None = None
+) -> list[str]:
     """Return every fault of ``config`` on ``world`` ranks, each with values that would work."""
     if world < 1:
         return [*config.problems(), f"world size ({world}) must be at least 1"]
@@ -145,16 +162,19 @@ def plan_problems(config: ParallelConfig, world: int, *, num_experts: int | None
         )
         if reason is not None:
             found.append(reason)
+        options = config.dispatch_options()
+        if not options.problems():
+            found += dispatcher_class(config.dispatcher).option_problems(options, top_k=top_k)
     return found
 
 
-def make_plan(config: ParallelConfig, world: int, num_experts: int | None = None) -> Plan:
+def make_plan(config: ParallelConfig, world: int, num_experts: int | None = None, top_k: int | None = None) -> Plan:
     """Settle every degree of ``config`` on ``world`` ranks.
 
     Raises:
         ValueError: with all the sentences of `plan_problems`, if there are any.
     """
-    problems = plan_problems(config, world, num_experts=num_experts)
+    problems = plan_problems(config, world, num_experts=num_experts, top_k=top_k)
     if problems:
         raise ValueError("\n".join(problems))
     data = world // config.pipeline

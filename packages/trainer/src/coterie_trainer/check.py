@@ -24,7 +24,7 @@ def report(config: Config, world: int) -> str:
     problems = config_problems(config, world, vocab_size)
     if problems:
         raise ConfigError(problems)
-    plan = make_plan(config.parallel, world, num_experts=config.model.num_experts)
+    plan = make_plan(config.parallel, world, num_experts=config.model.num_experts, top_k=config.model.top_k)
     spec = config.model.to_spec(vocab_size, config.data.sequence_length, None)
     sections = {
         "plan": [*plan.describe().splitlines(), _experts_line(config, plan)],

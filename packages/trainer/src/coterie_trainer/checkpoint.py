@@ -5,24 +5,25 @@ every rank has written its part; older ones are removed after that. So a run tha
 last good checkpoint, and what a killed save left behind is swept away by the next save.
 """
 
+import math
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from coterie_parallel import Axis, Placement, all_gather_objects
+from coterie_parallel import Axis, Chunk, Placement, all_gather_objects
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+
+from coterie_trainer.chunks import ChunkLoadPlanner, ChunkSavePlanner
 
 __all__ = ["CheckpointError", "Checkpoints", "global_tensors", "read_tensors"]
 
@@ -64,12 +65,13 @@ class Checkpoints:
         """Return the folder of the checkpoint of one step."""
         return self.folder / f"step-{step:08d}"
 
-    def save(self, step: int, tensors: dict[str, Tensor]) -> Path:
+    def save(self, step: int, tensors: Mapping[str, Tensor | Chunk]) -> Path:
         """Write ``tensors`` as the checkpoint of ``step``, then remove the ones that are no longer kept.
 
         Args:
             step: number of optimizer steps done.
-            tensors: global names to plain tensors (equal on all ranks) or DTensors (see `global_tensors`).
+            tensors: global names to plain tensors, which are equal on all ranks and written once, or chunks, of which
+                each rank writes its own.
 
         Raises:
             CheckpointError: on every rank, when any rank could not write; earlier checkpoints are untouched.
@@ -80,7 +82,8 @@ class Checkpoints:
         failure = ""
         try:
             with _single_process_allowed():
-                save(tensors, checkpoint_id=incomplete, **self._process_group())
+                planner = ChunkSavePlanner(_chunks(tensors))
+                save(_plain(tensors), checkpoint_id=incomplete, planner=planner, **self._process_group())
         except (Exception, CheckpointException) as error:
             failure = f"the checkpoint {target} could not be written: {_cause(error)}{self._kept_text()}"
         try:
@@ -92,8 +95,10 @@ class Checkpoints:
         self._agree(self._publish(incomplete, target) if self.world.index == 0 else "")
         return target
 
-    def load(self, step: int, tensors: dict[str, Tensor]) -> None:
+    def load(self, step: int, tensors: Mapping[str, Tensor | Chunk]) -> None:
         """Read the checkpoint of ``step`` into ``tensors``, in place, whatever layout it was written in.
+
+        Of what is given as a chunk, a rank reads no more than its chunk.
 
         Raises:
             CheckpointError: a file or a tensor is missing, or a shape differs.
@@ -101,7 +106,8 @@ class Checkpoints:
         _check_files(self.path(step))
         try:
             with _single_process_allowed():
-                load(tensors, checkpoint_id=self.path(step), **self._process_group())
+                planner = ChunkLoadPlanner(_chunks(tensors))
+                load(_plain(tensors), checkpoint_id=self.path(step), planner=planner, **self._process_group())
         except (Exception, CheckpointException) as error:
             raise CheckpointError(f"the checkpoint {self.path(step)} could not be read: {_cause(error)}") from error
 
@@ -152,29 +158,28 @@ class Checkpoints:
 
 
 def global_tensors(
-    tensors: dict[str, Tensor], placements: dict[str, Placement], expert_axis: Axis
-) -> dict[str, Tensor]:
-    """Return ``tensors`` with each one that is split over the expert axis wrapped as a DTensor of its global shape.
+    tensors: Mapping[str, Tensor], placements: Mapping[str, Placement], expert_axis: Axis
+) -> dict[str, Tensor | Chunk]:
+    """Return ``tensors`` with each one that is split over the expert axis as a chunk of the tensor of all experts.
 
     Args:
-        tensors: local tensors; a name is a parameter name, or a prefix and a parameter name ("exp_avg/" + name).
+        tensors: local tensors; a name is a prefix and a parameter name ("model/" + name).
         placements: placement of each parameter name.
         expert_axis: the axis over which experts are split, on dimension 0.
     """
-    if expert_axis.group is None:
-        return dict(tensors)
-    wrapped: dict[str, Tensor] = {}
-    meshes: dict[str, DeviceMesh] = {}
+    found: dict[str, Tensor | Chunk] = {}
     for name, tensor in tensors.items():
         placement = placements.get(name.rpartition("/")[2])
         if placement is None or expert_axis.name not in placement.sharded_over:
-            wrapped[name] = tensor
+            found[name] = tensor
             continue
-        kind = tensor.device.type
-        if kind not in meshes:
-            meshes[kind] = DeviceMesh.from_group(expert_axis.group, kind)
-        wrapped[name] = DTensor.from_local(tensor, meshes[kind], [Shard(0)], run_check=False)
-    return wrapped
+        num_local, *others = tensor.shape
+        found[name] = Chunk(
+            tensor=tensor,
+            offsets=(expert_axis.index * num_local, *(0 for _ in others)),
+            global_shape=(expert_axis.size * num_local, *others),
+        )
+    return found
 
 
 def read_tensors(path: str | Path, prefix: str) -> dict[str, Tensor]:
@@ -221,8 +226,21 @@ def _single_process_allowed() -> Iterator[None]:
         yield
 
 
-def _stored_bytes(tensors: dict[str, Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+def _stored_bytes(tensors: Mapping[str, Tensor | Chunk]) -> int:
+    """Return the bytes of all ranks together: a chunk counts as the whole tensor that it belongs to."""
+    found = 0
+    for value in tensors.values():
+        shape, one = (value.global_shape, value.tensor) if isinstance(value, Chunk) else (value.shape, value)
+        found += math.prod(shape) * one.element_size()
+    return found
+
+
+def _plain(tensors: Mapping[str, Tensor | Chunk]) -> dict[str, Tensor]:
+    return {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
+
+
+def _chunks(tensors: Mapping[str, Tensor | Chunk]) -> dict[str, Chunk]:
+    return {name: value for name, value in tensors.items() if isinstance(value, Chunk)}
 
 
 def _cause(error: BaseException) -> str:

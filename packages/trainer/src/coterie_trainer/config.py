@@ -17,6 +17,9 @@ from coterie_export import ModelSpec
 from coterie_parallel import ParallelConfig, plan_problems
 from coterie_routing import BIAS_RULES, Assignment, BiasRule, RouterConfig
 
+from coterie_trainer.bounds import above_zero as _above_zero
+from coterie_trainer.bounds import at_least as _at_least
+from coterie_trainer.optimizer_config import OptimizerConfig
 from coterie_trainer.reading import TableReader, apply_override, to_dict
 
 __all__ = [
@@ -252,37 +255,6 @@ def assignment(train: TrainConfig) -> Assignment | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
-    """AdamW and its learning rate: warm-up, then cosine, or constant with a decay at the end (``"wsd"``)."""
-
-    learning_rate: float
-    warmup_steps: int = 0
-    schedule: Literal["cosine", "wsd"] = "cosine"
-    decay_steps: int = 0
-    final_fraction: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    gradient_clip: float | None = 1.0
-
-    def problems(self) -> list[str]:
-        """Return every fault of these settings."""
-        found = _above_zero(self, "learning_rate", "eps")
-        found += _above_zero(self, "gradient_clip") if self.gradient_clip is not None else []
-        found += _at_least(self, 0, "warmup_steps", "decay_steps", "weight_decay")
-        if not 0.0 <= self.final_fraction <= 1.0:
-            found.append(f"final_fraction ({self.final_fraction}) must be between 0 and 1")
-        if not all(0.0 <= beta < 1.0 for beta in self.betas):
-            found.append(f"betas ({list(self.betas)}) must each be at least 0 and below 1; usual: [0.9, 0.95]")
-        if self.schedule == "cosine" and self.decay_steps > 0:
-            found.append(
-                f'decay_steps ({self.decay_steps}) belongs to the schedule "wsd", and the schedule is "cosine"; '
-                'leave it out or set schedule = "wsd"'
-            )
-        return found
-
-
-@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When to save (``every`` 0: only at the end), how many of the last checkpoints to keep, and how long to wait.
 
@@ -385,7 +357,8 @@ def config_problems(config: Config, world: int | None, vocab_size: int | None = 
     world = smallest_world(config) if world is None else world
     num_experts = config.model.num_experts if config.model.num_experts >= 1 else None
     found = config.problems()
-    found += [f"parallel: {problem}" for problem in plan_problems(config.parallel, world, num_experts=num_experts)]
+    layout = plan_problems(config.parallel, world, num_experts=num_experts, top_k=config.model.top_k)
+    found += [f"parallel: {problem}" for problem in layout]
     data = config.parallel.data if config.parallel.data >= 1 else world // max(1, config.parallel.pipeline)
     total, micro = config.train.sequences_per_step, config.train.sequences_per_micro_batch
     if min(data, total, micro) >= 1 and total % (data * micro):
@@ -456,16 +429,6 @@ def config_from_dict(
 def config_to_dict(config: Config) -> dict[str, Any]:
     """Return ``config`` as nested dicts of plain values that both TOML and JSON can hold (None as ``"none"``)."""
     return to_dict(config)
-
-
-def _at_least(config: object, minimum: int, *names: str) -> list[str]:
-    values = ((name, getattr(config, name)) for name in names)
-    return [f"{name} ({value}) must be at least {minimum}" for name, value in values if value < minimum]
-
-
-def _above_zero(config: object, *names: str) -> list[str]:
-    values = ((name, getattr(config, name)) for name in names)
-    return [f"{name} ({value}) must be above 0" for name, value in values if not value > 0]
 
 
 def _nearest(value: int, step: int) -> str:

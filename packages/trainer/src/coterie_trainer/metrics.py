@@ -38,6 +38,9 @@ class StepRecord:
         data_wait_fraction: Share of the time that rank 0 waited for data, 0 to 1.
         remaining_s: Seconds left at this speed.
         bad_router_rows: Rows of router logits with a NaN or an infinity, over all layers; 0 in a sound run.
+        rows_needed_max: Most rows that a rank needed in a layer since this process started, where buffers have a size.
+        rows_dropped: Choices of experts that found no room and were left out, since this process started.
+        replays: Times that gradients or an evaluation were computed again after buffers grew, since then too.
     """
 
     step: int
@@ -52,6 +55,9 @@ class StepRecord:
     data_wait_fraction: float
     remaining_s: float
     bad_router_rows: int = 0
+    rows_needed_max: int = 0
+    rows_dropped: int = 0
+    replays: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +164,7 @@ class Reporter:
 
 def step_line(record: StepRecord, total_steps: int) -> str:
     """Return the line that shows a step to a person."""
+    dropped = [f"rows dropped {record.rows_dropped:,}"] if record.rows_dropped else []
     return " | ".join(
         [
             f"step {record.step:>{len(str(total_steps))}}/{total_steps}",
@@ -166,6 +173,7 @@ def step_line(record: StepRecord, total_steps: int) -> str:
             f"data wait {record.data_wait_fraction:.0%}",
             f"imbalance {record.load_imbalance:.2f}",
             f"grad norm {record.gradient_norm:.3f}",
+            *dropped,
             f"left {_duration(record.remaining_s)}",
         ]
     )

@@ -6,14 +6,14 @@ import torch
 import torch.nn.functional as F
 from coterie_experts import GroupedExperts
 from coterie_export import ModelSpec
-from coterie_parallel import DENSE, EXPERTS, Axis, Dispatcher, Placement, make_dispatcher
+from coterie_parallel import DENSE, EXPERTS, Axis, Dispatcher, DispatchOptions, Placement, make_dispatcher
 from coterie_routing import Assignment, Router, Routing
 from torch import Tensor, nn
 
 from coterie_trainer.config import ExpertBackend, experts_config, router_config
 from coterie_trainer.layers import Attention, AttentionContext, FeedForward, RMSNorm, attention_context
 
-__all__ = ["Decoder", "ModelOutput", "MoE", "build_model", "placements"]
+__all__ = ["Decoder", "ModelOutput", "MoE", "build_model", "dispatchers", "placements"]
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,16 @@ class MoE(nn.Module):
     def forward(self, x_TD: Tensor, is_real_T: Tensor) -> tuple[Tensor, Routing]:
         """Return the block's output (T, D) and its routing; padding (``is_real_T`` False) is not routed."""
         routing = self.router(x_TD, is_real_T)
-        dispatched = self.dispatcher.dispatch(x_TD, routing.ids_TK, routing.weights_TK)
-        rows_RD = self.experts(dispatched.rows_RD, dispatched.row_weights_R, dispatched.offsets_e)
+        pending = self.dispatcher.dispatch_start(x_TD, routing.ids_TK, routing.weights_TK)
+        is_early = self.shared is not None and self.dispatcher.options.overlap
+        shared_TD = self.shared(x_TD) if self.shared is not None and is_early else None
+        dispatched = self.dispatcher.dispatch_finish(pending)
+        with self.dispatcher.saved_rows(dispatched.handle):
+            rows_RD = self.experts(dispatched.rows_RD, dispatched.row_weights_R, dispatched.offsets_e)
         y_TD = self.dispatcher.combine(rows_RD, dispatched.handle)
-        if self.shared is not None:
-            y_TD = y_TD + self.shared(x_TD)
-        return y_TD, routing
+        if self.shared is not None and shared_TD is None:
+            shared_TD = self.shared(x_TD)
+        return y_TD if shared_TD is None else y_TD + shared_TD, routing
 
 
 class Block(nn.Module):
@@ -135,12 +139,23 @@ class Decoder(nn.Module):
         weight = self.embed.weight if self.spec.tied_embeddings else self.head.weight
         return F.linear(hidden, weight)
 
+    def close(self) -> None:
+        """Give up the buffers of the dispatcher; the model can not run any more after that."""
+        for dispatcher in dispatchers(self):
+            dispatcher.close()
+
+
+def dispatchers(model: nn.Module) -> list[Dispatcher]:
+    """Return the dispatchers of a model, each once."""
+    return list({id(one.dispatcher): one.dispatcher for one in model.modules() if isinstance(one, MoE)}.values())
+
 
 def build_model(
     spec: ModelSpec,
     *,
     expert_axis: Axis | None = None,
     dispatcher: str = "local",
+    options: DispatchOptions | None = None,
     expert_backend: ExpertBackend = "auto",
     assignment: Assignment | None = None,
     device: torch.device | str = "cpu",
@@ -151,7 +166,8 @@ def build_model(
     Args:
         spec: sizes of the whole model.
         expert_axis: the axis over which experts are split; None when one process holds them all.
-        dispatcher: name of the communication back-end.
+        dispatcher: name of the communication back-end; all layers share one.
+        options: of that back-end; None for the default ones.
         expert_backend: name of the expert kernels.
         assignment: decides the load in place of the routers; each layer has a seed of its own.
         device: where the parameters live.
@@ -166,6 +182,7 @@ def build_model(
     axis = expert_axis if expert_axis is not None else Axis.single("expert")
     num_local_experts = spec.num_experts // axis.size
     meta = torch.device("meta")
+    shared = make_dispatcher(dispatcher, num_experts=spec.num_experts, axis=axis, options=options)
     feed_forwards: list[FeedForward | MoE] = []
     for index in range(spec.num_layers):
         if index < spec.num_dense_layers:
@@ -173,7 +190,7 @@ def build_model(
             continue
         moe = MoE(
             spec,
-            make_dispatcher(dispatcher, num_experts=spec.num_experts, axis=axis),
+            shared,
             expert_backend=expert_backend,
             first_expert=axis.index * num_local_experts,
             num_local_experts=num_local_experts,

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -27,9 +28,10 @@ from coterie_routing import (
 )
 from torch import Tensor
 
+from coterie_trainer.capacity import CapacityWatch
 from coterie_trainer.config import TrainConfig, bias_rule
 from coterie_trainer.data.dataset import Batch
-from coterie_trainer.model import Decoder
+from coterie_trainer.model import Decoder, dispatchers
 
 __all__ = ["StepResult", "Stepper", "cross_entropy_sum", "evaluate"]
 
@@ -64,6 +66,15 @@ class StepResult:
     stop_requested: bool
 
 
+@dataclass(frozen=True, kw_only=True)
+class _StepSums:
+    """Sums over the micro-batches of one rank: the loss, the load of each layer, and what the quantile rule needs."""
+
+    loss: Tensor
+    layers: list[LoadSums]
+    required: list[RequiredBias] | None
+
+
 class Stepper:
     """Runs optimizer steps; holds the one thing that a step hands to the next: the load of the whole step.
 
@@ -77,6 +88,7 @@ class Stepper:
         load_LE: int64, expert counts of the previous step by MoE layer, over all ranks and micro-batches; zero before
             the first step. The balance loss of scope "step" prices the probabilities of this step with it, so its
             gradient does not depend on how the step is split into ranks and micro-batches.
+        capacity: runs the gradients of a step again when rows found no room, and counts the load of the buffers.
     """
 
     def __init__(self, model: Decoder, optimizer: Optimizer, mesh: Mesh, config: TrainConfig) -> None:
@@ -87,6 +99,7 @@ class Stepper:
         self.bias_rule = bias_rule(config)
         num_moe_layers = spec.num_layers - spec.num_dense_layers
         self.load_LE = torch.zeros(num_moe_layers, spec.num_experts, dtype=torch.int64, device=self.device)
+        self.capacity = CapacityWatch(dispatchers(model), mesh, self.device)
 
     def run(self, batches: Sequence[Batch], *, learning_rate: float, stop_requested: bool = False) -> StepResult:
         """Accumulate the gradient over this rank's micro-batches, reduce it, and update the parameters.
@@ -103,6 +116,14 @@ class Stepper:
         totals = all_reduce_sum(torch.stack([num_targets, num_tokens]), data)
         step_targets, step_tokens = totals.clamp(min=1).unbind()
 
+        sums = self.capacity.fit(lambda: self._accumulate(batches, step_targets, step_tokens))
+        gradient_norm = self.optimizer.step(learning_rate)
+        result = self._result(sums.loss, sums.layers, totals, gradient_norm, stop_requested)
+        self._train_selection_bias(sums.required)
+        return result
+
+    def _accumulate(self, batches: Sequence[Batch], step_targets: Tensor, step_tokens: Tensor) -> "_StepSums":
+        """Compute the gradient of all micro-batches from nothing; changes nothing but the gradients."""
         self.optimizer.zero_grad()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         layer_sums: list[LoadSums] | None = None
@@ -119,11 +140,7 @@ class Stepper:
             if self.bias_rule is not None and self.bias_rule.kind == "quantile":
                 required = _added(required, self._required_bias(output.routings))
         assert layer_sums is not None, "a step needs at least one micro-batch"
-
-        gradient_norm = self.optimizer.step(learning_rate)
-        result = self._result(loss_sum, layer_sums, totals, gradient_norm, stop_requested)
-        self._train_selection_bias(required)
-        return result
+        return _StepSums(loss=loss_sum, layers=layer_sums, required=required)
 
     def _zero(self) -> Tensor:
         return torch.zeros((), dtype=torch.int64, device=self.device)
@@ -218,23 +235,33 @@ def cross_entropy_sum(model: Decoder, hidden_BSD: Tensor, targets_BS: Tensor) ->
 
 @torch.no_grad()
 def evaluate(
-    model: Decoder, batches: Iterable[Batch], mesh: Mesh, stop_requested: Callable[[], bool] = lambda: False
+    model: Decoder,
+    batches: Iterable[Batch],
+    mesh: Mesh,
+    stop_requested: Callable[[], bool] = lambda: False,
+    capacity: CapacityWatch | None = None,
 ) -> float | None:
     """Return the mean cross-entropy in nats per target token over all ranks' batches, None if it was cut short.
 
     Every rank must bring the same number of batches, padded with empty ones: the experts of a rank serve all ranks.
-    Every few batches the ranks agree whether ``stop_requested`` is true on any of them.
+    Every few batches the ranks agree whether ``stop_requested`` is true on any of them. A batch whose rows found no
+    room is run again; ``capacity`` counts that, where it is given.
     """
     device = model.embed.weight.device
+    capacity = CapacityWatch(dispatchers(model), mesh, device) if capacity is None else capacity
     sums = torch.zeros(2, dtype=torch.float64, device=device)
     for number, batch in enumerate(batches):
         if number % _BATCHES_BETWEEN_STOPS == 0:
             stop = torch.tensor(float(stop_requested()), device=device)
             if float(all_reduce_sum(stop, mesh.axis("data"))) > 0:
                 return None
-        batch = batch.to(device)
-        output = model(batch.tokens_BS, batch.document_ids_BS)
-        sums[0] += cross_entropy_sum(model, output.hidden_BSD, batch.targets_BS)
-        sums[1] += (batch.targets_BS != _IGNORED).sum()
+        sums += capacity.fit(partial(_loss_and_targets, model, batch.to(device)))
     loss_sum, num_targets = all_reduce_sum(sums, mesh.axis("data")).tolist()
     return loss_sum / num_targets if num_targets else math.nan
+
+
+def _loss_and_targets(model: Decoder, batch: Batch) -> Tensor:
+    """Return the summed cross-entropy of a batch and its number of targets, fp64."""
+    output = model(batch.tokens_BS, batch.document_ids_BS)
+    loss = cross_entropy_sum(model, output.hidden_BSD, batch.targets_BS)
+    return torch.stack([loss.double(), (batch.targets_BS != _IGNORED).sum().double()])

@@ -3,14 +3,13 @@
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import torch
 from coterie_export import ModelSpec
-from coterie_parallel import AdamWConfig, Mesh, Optimizer, accumulate_in_fp32, all_gather_objects, make_plan
+from coterie_parallel import AdamWConfig, Chunk, Mesh, Optimizer, accumulate_in_fp32, all_gather_objects, make_plan
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from coterie_trainer.checkpoint import Checkpoints, global_tensors
 from coterie_trainer.config import Config, ConfigError, assignment, config_problems
@@ -47,9 +46,10 @@ def train(config: Config, process: Process, stop: StopRequest) -> None:
         if process.rank == 0:
             stack.enter_context(locked(config.run_folder))
         stack.enter_context(distributed(process, timeout_s=config.parallel.timeout_s, device=device))
-        plan = make_plan(config.parallel, process.world, num_experts=config.model.num_experts)
+        plan = make_plan(config.parallel, process.world, num_experts=config.model.num_experts, top_k=config.model.top_k)
         mesh = Mesh(plan, process.rank, timeout_s=config.parallel.timeout_s, device=device)
-        Run(config, mesh, device).loop(stop)
+        with closing(Run(config, mesh, device)) as run:
+            run.loop(stop)
         mesh.close()  # only after a good end: NCCL's farewell waits for peers, which may be gone after a fault
 
 
@@ -96,6 +96,7 @@ class Run:
             self.spec,
             expert_axis=mesh.axis("expert"),
             dispatcher=config.parallel.dispatcher,
+            options=config.parallel.dispatch_options(),
             expert_backend=config.model.expert_backend,
             assignment=assignment(train),
             device=device,
@@ -131,6 +132,7 @@ class Run:
                 for batches in stream:
                     rate = self._rate()
                     result = self.stepper.run(batches, learning_rate=rate, stop_requested=stop.requested)
+                    self._show_notes(reporter)
                     self.step += 1
                     self.tokens_seen += result.num_tokens
                     clock.add(result.num_tokens, stream.waited_s)
@@ -147,13 +149,19 @@ class Run:
             if stop.requested:
                 note(f"interrupted: the run is complete at step {self.step}")
 
-    def tensors(self) -> dict[str, Tensor]:
+    def close(self) -> None:
+        """Give up the buffers that the model shares with other ranks; after an error too."""
+        self.model.close()
+
+    def tensors(self) -> dict[str, Tensor | Chunk]:
         """Return all that a checkpoint holds, under global names, sharing memory with the live state."""
+        self.optimizer.wait_for_weights()
         local = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
-        local.update(self.optimizer.state_dict())
-        local["trainer/load_LE"] = self.stepper.load_LE
-        local["trainer/tokens_seen"] = torch.tensor(self.tokens_seen)
-        return global_tensors(local, self.placements, self.mesh.axis("expert"))
+        found = global_tensors(local, self.placements, self.mesh.axis("expert"))
+        found.update(self.optimizer.global_state())
+        found["trainer/load_LE"] = self.stepper.load_LE
+        found["trainer/tokens_seen"] = torch.tensor(self.tokens_seen)
+        return found
 
     def save(self) -> None:
         """Write a checkpoint of the present step."""
@@ -163,10 +171,12 @@ class Run:
         """Restore model, optimizer and counters from the checkpoint of ``step``."""
         tensors = self.tensors()
         self.checkpoints.load(step, tensors)
-        # The optimizer's tensors were filled in place; this also rewrites the parameters from its main weights.
-        self.optimizer.load_state_dict({name: _local(tensors[name]) for name in self.optimizer.state_dict()})
-        self.stepper.load_LE = tensors["trainer/load_LE"]
-        self.tokens_seen = int(tensors["trainer/tokens_seen"])
+        # The optimizer's tensors were filled in place; this rewrites the parameters from its main weights.
+        self.optimizer.load_state_dict(self.optimizer.state_dict())
+        load_LE, tokens_seen = tensors["trainer/load_LE"], tensors["trainer/tokens_seen"]
+        assert isinstance(load_LE, Tensor)
+        assert isinstance(tokens_seen, Tensor)
+        self.stepper.load_LE, self.tokens_seen = load_LE, int(tokens_seen)
         self.step = step
 
     def _rate(self) -> float:
@@ -193,7 +203,8 @@ class Run:
             data_size=data.size,
             limit=train.evaluate_sequences,
         )
-        loss = evaluate(self.model, batches, self.mesh, lambda: stop.requested)
+        loss = evaluate(self.model, batches, self.mesh, lambda: stop.requested, self.stepper.capacity)
+        self._show_notes(reporter)
         if loss is None:  # asked to stop: the loop ends with its next step
             return
         tokens_per_byte = split.num_tokens / split.num_bytes
@@ -201,6 +212,11 @@ class Run:
             reporter.evaluation(
                 EvaluationRecord(step=self.step, loss=loss, bits_per_byte=loss / math.log(2) * tokens_per_byte)
             )
+
+    def _show_notes(self, reporter: Reporter | None) -> None:
+        for text in self.stepper.capacity.take_notes():
+            if reporter:
+                reporter.note(text)
 
     def _record(self, result: StepResult, rate: float, clock: "_Clock") -> StepRecord:
         tokens_per_second, data_wait_fraction, step_s = clock.read()
@@ -214,6 +230,9 @@ class Run:
             load_imbalance=result.load_imbalance,
             tokens=self.tokens_seen,
             bad_router_rows=result.bad_router_rows,
+            rows_needed_max=self.stepper.capacity.rows_needed_max,
+            rows_dropped=self.stepper.capacity.rows_dropped,
+            replays=self.stepper.capacity.num_replays,
             tokens_per_second=tokens_per_second,
             data_wait_fraction=data_wait_fraction,
             remaining_s=step_s * (self.config.train.steps - self.step),
@@ -269,18 +288,8 @@ def model_spec(config: Config, split: Sequences) -> ModelSpec:
 
 def adamw_config(config: Config) -> AdamWConfig:
     """Return the optimizer settings in the form of coterie-parallel."""
-    optimizer = config.optimizer
-    return AdamWConfig(
-        betas=optimizer.betas,
-        eps=optimizer.eps,
-        weight_decay=optimizer.weight_decay,
-        gradient_clip=optimizer.gradient_clip,
-    )
+    return config.optimizer.to_adamw()
 
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -118,8 +118,10 @@ class _QuackSwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y_SD: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative(grad_y_SD, *ctx.saved_tensors)
-        x_SD, weights_R, gate_up, down, starts_e1, source_R, slot_of_row_N, row_of_slot_TK, pre_R2H = ctx.saved_tensors
+        # Once: a checkpoint hands each saved tensor out a single time.
+        saved = ctx.saved_tensors
+        refuse_second_derivative(grad_y_SD, *saved)
+        x_SD, weights_R, gate_up, down, starts_e1, source_R, slot_of_row_N, row_of_slot_TK, pre_R2H = saved
         if source_R.shape[0] == 0:
             zeros = [torch.zeros_like(one) for one in (x_SD, weights_R, gate_up, down)]
             return zeros[0], zeros[1].view(ctx.weights_shape), zeros[2], zeros[3], None, None, None, None

@@ -80,8 +80,10 @@ class _GroupedExperts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y_RD: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative(grad_y_RD, *ctx.saved_tensors)
-        rows_RD, weights_R, offsets_e, up, down, up_bias, down_bias, product_RP = ctx.saved_tensors
+        # Once: a checkpoint hands each saved tensor out a single time.
+        saved = ctx.saved_tensors
+        refuse_second_derivative(grad_y_RD, *saved)
+        rows_RD, weights_R, offsets_e, up, down, up_bias, down_bias, product_RP = saved
         needs_rows, needs_weights, _, needs_up, needs_down, needs_up_bias, needs_down_bias, _ = ctx.needs_input_grad
         zero_weight_R = _zero_weight_rows(weights_R)
         past_end_R = _rows_past_the_end(rows_RD, offsets_e)

@@ -146,11 +146,13 @@ class _TritonSwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y_SD: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative(grad_y_SD, *ctx.saved_tensors)
+        # Once: a checkpoint hands each saved tensor out a single time.
+        saved = ctx.saved_tensors
+        refuse_second_derivative(grad_y_SD, *saved)
         from coterie_experts.grouped_swiglu import triton_launch as launch
         from coterie_experts.grouped_swiglu.triton_layout import PaddedLayout
 
-        x_SD, gate_up, down, offsets_e, pre_P2H, *rest = ctx.saved_tensors
+        x_SD, gate_up, down, offsets_e, pre_P2H, *rest = saved
         layout = PaddedLayout.of(tuple(rest))
         needs_x, needs_weights, needs_gate_up, needs_down = ctx.needs_input_grad[:4]
         gate_up_main_grad, down_main_grad = ctx.main_grads

@@ -10,11 +10,13 @@ from torch import Tensor
 from coterie_parallel.axis import Axis
 from coterie_parallel.conformance.cases import CASES, Case, Tokens, make_tokens
 from coterie_parallel.conformance.reference import Layout, reference_combine, reference_layout, reference_rows
-from coterie_parallel.dispatch import Dispatched, Dispatcher, dispatcher_class
+from coterie_parallel.dispatch import Dispatched, Dispatcher, DispatchOptions, dispatcher_class
 
 __all__ = ["case_problems", "conformance_problems"]
 
 NUM_LAYERS = 2
+# An overflow in a later layer may show only once the earlier ones have room.
+NUM_ATTEMPTS = 2 * NUM_LAYERS + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +34,11 @@ class _Layer:
 
 
 def conformance_problems(
-    dispatcher: str | type[Dispatcher], axis: Axis, device: torch.device | str = "cpu", cases: Iterable[Case] = CASES
+    dispatcher: str | type[Dispatcher],
+    axis: Axis,
+    device: torch.device | str = "cpu",
+    cases: Iterable[Case] = CASES,
+    options: DispatchOptions | None = None,
 ) -> list[str]:
     """Return a sentence for every way in which ``dispatcher`` breaks the contract on this rank.
 
@@ -41,31 +47,54 @@ def conformance_problems(
         axis: all its ranks must call together.
         device: where the tokens are.
         cases: the batches to run.
+        options: handed to the dispatcher; None for the default ones. Nothing may be dropped with them.
     """
     chosen = dispatcher_class(dispatcher) if isinstance(dispatcher, str) else dispatcher
-    return [problem for case in cases for problem in case_problems(chosen, case, axis, device)]
+    return [problem for case in cases for problem in case_problems(chosen, case, axis, device, options)]
 
 
 def case_problems(
-    dispatcher: type[Dispatcher], case: Case, axis: Axis, device: torch.device | str = "cpu"
+    dispatcher: type[Dispatcher],
+    case: Case,
+    axis: Axis,
+    device: torch.device | str = "cpu",
+    options: DispatchOptions | None = None,
 ) -> list[str]:
     """Return a sentence for every way in which ``dispatcher`` breaks the contract on one case.
 
-    Two layers run forward, then backward in reverse order, as in a model, so that buffers a back-end uses again show.
-    Nothing is compared before all communication is over: a fault on one rank does not leave the others waiting.
+    Two layers run forward, then backward in reverse order, as in a model, so that buffers a back-end uses again show;
+    the second one in two parts. Two more have experts that save their rows. After an overflow all is run again, as in
+    training. Nothing is compared before all communication is over: a fault on one rank does not leave others waiting.
     """
     num_experts = case.experts_per_rank * axis.size
     reason = dispatcher.supports(num_experts=num_experts, expert_degree=axis.size, alignment=case.alignment)
     if reason is not None:
         return [f"{case.name}: not supported: {reason}"]
-    instance = dispatcher(num_experts=num_experts, axis=axis, alignment=case.alignment)
-    layers = [_forward(instance, case, axis, number, device) for number in range(NUM_LAYERS)]
-    gradients = [_backward(layer, axis) for layer in reversed(layers)][::-1]
-    return [
-        f"{case.name}, layer {number}, rank {axis.ranks[axis.index]}: {problem}"
+    given = {} if options is None else {"options": options}
+    instance = dispatcher(num_experts=num_experts, axis=axis, alignment=case.alignment, **given)
+    try:
+        for _ in range(NUM_ATTEMPTS):
+            layers = [_forward(instance, case, axis, number, device) for number in range(NUM_LAYERS)]
+            gradients = [_backward(layer, axis) for layer in reversed(layers)][::-1]
+            squares = _square_experts(instance, case, axis, device)
+            instance.check()
+            grown = instance.grow()
+            if grown is None:
+                break
+        dropped = instance.counters().get("rows_dropped", torch.zeros(())).item()
+    finally:
+        instance.close()
+    if grown is not None:
+        return [f"{case.name}: still without room for all rows after {NUM_ATTEMPTS} attempts: {grown}"]
+    if dropped:
+        return [f"{case.name}: the options leave no room for all rows, {dropped} were dropped"]
+    problems = [
+        f"layer {number}, rank {axis.ranks[axis.index]}: {problem}"
         for number, (layer, gradient) in enumerate(zip(layers, gradients, strict=True))
         for problem in _layer_problems(layer, gradient, axis)
     ]
+    problems += [f"rank {axis.ranks[axis.index]}: {problem}" for problem in squares]
+    return [f"{case.name}, {problem}" for problem in problems]
 
 
 def _forward(instance: Dispatcher, case: Case, axis: Axis, number: int, device: Any) -> _Layer:
@@ -80,7 +109,12 @@ def _forward(instance: Dispatcher, case: Case, axis: Axis, number: int, device: 
     own = batch[axis.index]
     x_TD = own.x_TD.to(device).requires_grad_()
     weights_TK = own.weights_TK.to(device).requires_grad_()
-    dispatched = instance.dispatch(x_TD, own.ids_TK.to(device), weights_TK)
+    arguments = (x_TD, own.ids_TK.to(device), weights_TK)
+    in_parts = number % 2 == 1
+    if in_parts:
+        dispatched = instance.dispatch_finish(instance.dispatch_start(*arguments))
+    else:
+        dispatched = instance.dispatch(*arguments)
     # Copied at once: a back-end may use its buffers again for the next layer.
     sent = (
         dispatched.rows_RD.detach().clone(),
@@ -88,7 +122,10 @@ def _forward(instance: Dispatcher, case: Case, axis: Axis, number: int, device: 
         dispatched.offsets_e.clone(),
     )
     rows_RD = _fill(dispatched.rows_RD, layout, [tokens.pair_rows_TKD for tokens in batch]).requires_grad_()
-    y_TD = instance.combine(rows_RD, dispatched.handle)
+    if in_parts:
+        y_TD = instance.combine_finish(instance.combine_start(rows_RD, dispatched.handle))
+    else:
+        y_TD = instance.combine(rows_RD, dispatched.handle)
     return _Layer(
         batch=batch,
         layout=layout,
@@ -105,12 +142,41 @@ def _backward(layer: _Layer, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
     grad_y_TD = layer.batch[axis.index].grad_y_TD.to(layer.y_TD.device)
     # Products, because torch imports sympy (seconds in every process) to check explicit output gradients.
     (grad_rows_RD,) = torch.autograd.grad((layer.y_TD * grad_y_TD).sum(), layer.rows_RD)
+    # It may lie in a buffer that the next exchange uses again.
+    grad_rows_RD = grad_rows_RD.clone()
     rows_RD, row_weights_R = layer.dispatched.rows_RD, layer.dispatched.row_weights_R
     given_RD = _fill(rows_RD, layer.layout, [tokens.pair_rows_TKD for tokens in layer.batch])
     given_R = _fill(row_weights_R, layer.layout, [tokens.pair_weights_TK for tokens in layer.batch])
     loss = (rows_RD * given_RD).sum() + (row_weights_R * given_R).sum()
     grad_x_TD, grad_weights_TK = torch.autograd.grad(loss, (layer.x_TD, layer.weights_TK))
     return grad_rows_RD, grad_x_TD, grad_weights_TK
+
+
+def _square_experts(instance: Dispatcher, case: Case, axis: Axis, device: Any) -> list[str]:
+    """Run two layers whose experts square their rows, and return what is wrong with the gradients of the tokens."""
+    passed = []
+    for number in range(NUM_LAYERS):
+        own = make_tokens(case, degree=axis.size, source=axis.index, layer=number)
+        x_TD = own.x_TD.to(device).requires_grad_()
+        dispatched = instance.dispatch(x_TD, own.ids_TK.to(device), own.weights_TK.to(device))
+        with instance.saved_rows(dispatched.handle):
+            rows_RD = dispatched.rows_RD * dispatched.rows_RD
+        passed.append((own, x_TD, instance.combine(rows_RD, dispatched.handle)))
+    loss = torch.stack([(y_TD * own.grad_y_TD.to(device)).sum() for own, _, y_TD in passed]).sum()
+    try:
+        found = torch.autograd.grad(loss, [x_TD for _, x_TD, _ in passed])
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        return [f"rows that the experts saved for the backward pass were written over: {error}"]
+    problems = []
+    for number, ((own, _, _), grad_x_TD) in enumerate(zip(passed, found, strict=True)):
+        x_TKD = own.x_TD.unsqueeze(1).repeat(1, own.ids_TK.shape[1], 1).requires_grad_()
+        upstream_TKD = own.grad_y_TD.unsqueeze(1).expand_as(x_TKD)
+        (expected_TKD,) = torch.autograd.grad(((x_TKD * x_TKD) * upstream_TKD).sum(), x_TKD)
+        expected_TD = reference_combine(expected_TKD, own.ids_TK)
+        problems += _difference(f"layer {number}: gradient of the tokens through saved rows", grad_x_TD, expected_TD)
+    return problems
 
 
 def _fill(like_R: Tensor, layout: Layout, values: list[Tensor]) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 from coterie_parallel.axis import Axis
 from coterie_parallel.collectives import exchange_rows
 from coterie_parallel.dispatch.base import Dispatched, Dispatcher
+from coterie_parallel.dispatch.options import DispatchOptions, unused_problems
 from coterie_parallel.dispatch.order import Segments, SortedPairs, pad_rows, segments, sort_pairs, sum_choices
 from coterie_parallel.dispatch.route import combine, dispatch, takes_backward
 
@@ -55,6 +56,11 @@ class AllToAllDispatcher(Dispatcher):
     def supports(cls, *, num_experts: int, expert_degree: int, alignment: int) -> str | None:
         """Accept every size."""
         return None
+
+    @classmethod
+    def option_problems(cls, options: DispatchOptions, *, top_k: int | None = None) -> list[str]:
+        """Refuse settings of buffers: there are none."""
+        return unused_problems(options, "all_to_all")
 
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
         """See `Dispatcher.dispatch`."""

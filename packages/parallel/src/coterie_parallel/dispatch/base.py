@@ -1,12 +1,14 @@
 """The contract of a dispatcher."""
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from coterie_parallel.axis import Axis
+from coterie_parallel.dispatch.options import DispatchOptions
 
 __all__ = ["Dispatched", "Dispatcher"]
 
@@ -32,18 +34,26 @@ class Dispatcher(ABC):
     """Moves rows between the ranks of an expert axis; a communication back-end subclasses it.
 
     `dispatch` and `combine` are differentiable, each is the other's backward, and every rank of the axis must take part
-    in both and in their backward, also one without tokens or without rows.
+    in both and in their backward, also one without tokens or without rows. One dispatcher serves all layers of a model.
+    A back-end may use its buffers again: without gradients rows last until the next dispatch, and a gradient that a
+    backward pass hands to rows lasts until the next exchange.
+
+    Both can be called in two parts, start and finish, with other work between them; a back-end that has no use for that
+    inherits parts that do everything in the first. A start is finished before the next one.
 
     Args:
         num_experts: E, all experts of the layer.
         axis: the expert axis; its index j owns the experts ``[j * E / size, (j + 1) * E / size)``.
         alignment: every segment of rows ends at a multiple of it.
+        options: the wishes of the user; each back-end says which of them it has a use for.
 
     Raises:
-        ValueError: with the reason given by `supports`.
+        ValueError: with the reason given by `supports`, or for options with problems.
     """
 
-    def __init__(self, *, num_experts: int, axis: Axis, alignment: int = 1) -> None:
+    def __init__(
+        self, *, num_experts: int, axis: Axis, alignment: int = 1, options: DispatchOptions | None = None
+    ) -> None:
         reason = self.supports(num_experts=num_experts, expert_degree=axis.size, alignment=alignment)
         if reason is not None:
             raise ValueError(reason)
@@ -53,14 +63,23 @@ class Dispatcher(ABC):
             )
         if alignment < 1:
             raise ValueError(f"alignment ({alignment}) must be at least 1; 1, 16 and 128 are usual")
+        options = DispatchOptions() if options is None else options
+        if options.problems():
+            raise ValueError("\n".join(options.problems()))
         self.num_experts = num_experts
         self.axis = axis
         self.alignment = alignment
+        self.options = options
 
     @classmethod
     @abstractmethod
     def supports(cls, *, num_experts: int, expert_degree: int, alignment: int) -> str | None:
         """Return None if this back-end can run so here, else the reason and what to do about it."""
+
+    @classmethod
+    def option_problems(cls, options: DispatchOptions, *, top_k: int | None = None) -> list[str]:
+        """Return what keeps this back-end from doing what ``options`` ask for; ``top_k`` where it is known."""
+        return options.problems(top_k)
 
     @abstractmethod
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
@@ -79,8 +98,58 @@ class Dispatcher(ABC):
     def combine(self, rows_RD: Tensor, handle: Any) -> Tensor:
         """Bring the rows back and return y_TD in their dtype: the plain fp32 sum, in k order, of a token's K rows."""
 
-    def check_arguments(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> None:
-        """Raise ValueError if the arguments of `dispatch` break its contract; reads the ids on the host."""
+    def dispatch_start(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Any:
+        """Begin a `dispatch` and return what `dispatch_finish` needs."""
+        return self.dispatch(x_TD, ids_TK, weights_TK)
+
+    def dispatch_finish(self, pending: Any) -> Dispatched:
+        """Wait for the rows of a `dispatch_start` and return them."""
+        found: Dispatched = pending
+        return found
+
+    def combine_start(self, rows_RD: Tensor, handle: Any) -> Any:
+        """Begin a `combine` and return what `combine_finish` needs."""
+        return self.combine(rows_RD, handle)
+
+    def combine_finish(self, pending: Any) -> Tensor:
+        """Wait for the rows of a `combine_start` and return y_TD."""
+        y_TD: Tensor = pending
+        return y_TD
+
+    def saved_rows(self, handle: Any) -> AbstractContextManager[object]:
+        """Return a context for the forward pass of the experts on the rows of ``handle``: how autograd saves them."""
+        return nullcontext()
+
+    def counters(self) -> dict[str, Tensor]:
+        """Return int64 scalars on the device; a back-end without buffers of a fixed size has none.
+
+        ``rows_needed_max``: the most rows that a rank needed so far. ``overflowed``: 1 after rows found no room, until
+        `grow`; what was computed since is wrong. ``rows_dropped``: pairs of this rank that were left out so far.
+        ``ids_outside``: ids of this rank so far that were not in [-1, E). The first two are the same on all ranks of
+        the axis.
+        """
+        return {}
+
+    def check(self) -> None:  # noqa: B027 (a back-end without waits on a device has nothing to do)
+        """Raise if a wait on the device ended without its peers; called once at the end of a step."""
+
+    def grow(self) -> str | None:
+        """Make room after an overflow; all ranks of the axis call together, at the end of a step.
+
+        Returns:
+            None if nothing overflowed. Else a sentence to be shown, and the caller throws away what it computed since
+            the last call and computes it again.
+
+        Raises:
+            ValueError: on all ranks, for ids outside [-1, E) that no dispatch has refused.
+        """
+        return None
+
+    def close(self) -> None:  # noqa: B027 (nor has one without memory of its own)
+        """Give up all memory; may be called twice and after an error, and peers need not take part."""
+
+    def check_arguments(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, *, reads_ids: bool = True) -> None:
+        """Raise ValueError if the arguments of `dispatch` break its contract; the values of ids if ``reads_ids``."""
         if x_TD.ndim != 2 or not x_TD.is_floating_point():
             raise ValueError(f"x_TD must be a floating-point matrix, got {_describe(x_TD)}")
         expected = f"({x_TD.shape[0]}, K) on {x_TD.device}"
@@ -93,7 +162,7 @@ class Dispatcher(ABC):
                 f"x_TD, ids_TK and weights_TK must be on one device, got {x_TD.device}, {ids_TK.device}, "
                 f"{weights_TK.device}"
             )
-        if ids_TK.numel():
+        if reads_ids and ids_TK.numel():
             lowest, highest = torch.stack(ids_TK.aminmax()).tolist()
             if lowest < -1 or highest >= self.num_experts:
                 raise ValueError(f"ids_TK must lie in [-1, {self.num_experts}), got values from {lowest} to {highest}")

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from coterie_parallel.dispatch.base import Dispatched, Dispatcher
+from coterie_parallel.dispatch.options import DispatchOptions, unused_problems
 from coterie_parallel.dispatch.order import Segments, SortedPairs, pad_rows, segments, sort_pairs, sum_choices
 from coterie_parallel.dispatch.route import combine, dispatch, takes_backward
 
@@ -51,6 +52,11 @@ class LocalDispatcher(Dispatcher):
                 'use dispatcher "all_to_all", or set expert to 1'
             )
         return None
+
+    @classmethod
+    def option_problems(cls, options: DispatchOptions, *, top_k: int | None = None) -> list[str]:
+        """Refuse settings of buffers: there are none."""
+        return unused_problems(options, "local")
 
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
         """See `Dispatcher.dispatch`."""

@@ -5,6 +5,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from coterie_parallel.axis import Axis
 from coterie_parallel.dispatch.base import Dispatcher
+from coterie_parallel.dispatch.options import DispatchOptions
 
 __all__ = ["ENTRY_POINT_GROUP", "dispatcher_class", "known_dispatchers", "make_dispatcher"]
 
@@ -12,7 +13,9 @@ ENTRY_POINT_GROUP = "coterie_parallel.dispatchers"
 
 _BUILT_IN = {
     "all_to_all": "coterie_parallel.dispatch.all_to_all:AllToAllDispatcher",
+    "deep_ep": "coterie_parallel.dispatch.deep_ep:DeepEPDispatcher",
     "local": "coterie_parallel.dispatch.local:LocalDispatcher",
+    "rowwise": "coterie_parallel.dispatch.rowwise.dispatcher:RowwiseDispatcher",
 }
 
 
@@ -41,13 +44,17 @@ def dispatcher_class(name: str) -> type[Dispatcher]:
     return found
 
 
-def make_dispatcher(name: str, *, num_experts: int, axis: Axis, alignment: int = 1) -> Dispatcher:
+def make_dispatcher(
+    name: str, *, num_experts: int, axis: Axis, alignment: int = 1, options: DispatchOptions | None = None
+) -> Dispatcher:
     """Return the dispatcher ``name`` for ``num_experts`` experts over ``axis``.
 
     Raises:
         ValueError: for a name that is not known or a back-end that can not run here; there is no fallback.
     """
-    return dispatcher_class(name)(num_experts=num_experts, axis=axis, alignment=alignment)
+    # A class that was written without options is not handed the default ones.
+    given = {} if options is None or options == DispatchOptions() else {"options": options}
+    return dispatcher_class(name)(num_experts=num_experts, axis=axis, alignment=alignment, **given)
 
 
 def _registered() -> dict[str, list[str]]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function, FunctionCtx, once_differentiable
 
-__all__ = ["Route", "combine", "dispatch", "takes_backward"]
+__all__ = ["Route", "check_rows", "combine", "dispatch", "takes_backward"]
 
 
 class Route(Protocol):
@@ -49,15 +49,20 @@ def combine(rows_RD: Tensor, route: Route) -> Tensor:
     """Return y_TD; differentiable.
 
     Raises:
-        ValueError: for another number of rows than were dispatched, or rows that are cut off from the graph.
+        ValueError: as `check_rows`.
     """
-    if rows_RD.ndim != 2 or rows_RD.shape[0] != route.num_rows:
-        raise ValueError(f"rows_RD must be a matrix of {route.num_rows} rows, got shape {tuple(rows_RD.shape)}")
-    # A rank that had no rows and made fresh ones would skip its backward exchange, and all its peers would wait.
-    if route.has_backward and torch.is_grad_enabled() and not rows_RD.requires_grad:
-        raise ValueError("rows_RD must depend on the dispatched rows also when there are none, but it has no gradient")
+    check_rows(rows_RD, num_rows=route.num_rows, has_backward=route.has_backward)
     y_TD: Tensor = _Combine.apply(rows_RD, route)
     return y_TD
+
+
+def check_rows(rows_RD: Tensor, *, num_rows: int, has_backward: bool) -> None:
+    """Raise ValueError for another number of rows than were dispatched, or rows that are cut off from the graph."""
+    if rows_RD.ndim != 2 or rows_RD.shape[0] != num_rows:
+        raise ValueError(f"rows_RD must be a matrix of {num_rows} rows, got shape {tuple(rows_RD.shape)}")
+    # A rank that had no rows and made fresh ones would skip its backward exchange, and all its peers would wait.
+    if has_backward and torch.is_grad_enabled() and not rows_RD.requires_grad:
+        raise ValueError("rows_RD must depend on the dispatched rows also when there are none, but it has no gradient")
 
 
 class _Dispatch(Function):

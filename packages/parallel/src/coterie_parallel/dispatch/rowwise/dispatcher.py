@@ -1,0 +1,210 @@
+"""The row-wise dispatcher: rows go straight from their source to their final place in a peer's buffer."""
+
+import math
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from coterie_parallel.axis import Axis
+from coterie_parallel.collectives import all_gather_objects, all_reduce_max, barrier
+from coterie_parallel.dispatch.base import Dispatched, Dispatcher
+from coterie_parallel.dispatch.options import DispatchOptions, SavedRows
+from coterie_parallel.dispatch.route import check_rows, takes_backward
+from coterie_parallel.dispatch.rowwise.exchange import RowExchange
+from coterie_parallel.dispatch.rowwise.peers import make_peers
+from coterie_parallel.dispatch.rowwise.shipment import Shipment
+
+__all__ = ["RowwiseDispatcher"]
+
+_Pending = tuple[Shipment, Tensor, Tensor]
+
+
+class RowwiseDispatcher(Dispatcher):
+    """Writes each row once, to its final place, and reads it back from there; the host waits for nothing.
+
+    Buffers are made at the first dispatch and hold ``capacity_factor * T * K`` rows, T the largest number of tokens of
+    a rank in it, and padding. R is that capacity, and with ``overflow = "exact"`` the rows that came. What happens when
+    they are full, and how rows are kept for the backward pass, is explained in `DispatchOptions`; memory for it
+    in `coterie_parallel.dispatch.rowwise.buffers`. In a recomputed forward pass rows are copied where the option says
+    "lease", as nothing tells when they are no longer needed.
+
+    On a GPU ids are not read by the host: ids outside [-1, E) are not routed, and `grow` raises for them.
+    """
+
+    kernels = "auto"
+    """Back-end of the kernels: "auto", "reference" or "triton"."""
+
+    def __init__(
+        self, *, num_experts: int, axis: Axis, alignment: int = 1, options: DispatchOptions | None = None
+    ) -> None:
+        super().__init__(num_experts=num_experts, axis=axis, alignment=alignment, options=options)
+        self._exchange: RowExchange | None = None
+        self._is_closed = False
+        self._started = ""
+
+    @classmethod
+    def supports(cls, *, num_experts: int, expert_degree: int, alignment: int) -> str | None:
+        """Accept every size; whether the ranks can share memory shows at the first dispatch."""
+        return None
+
+    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
+        """See `Dispatcher.dispatch`; on a GPU without the check of ids.
+
+        Raises:
+            ValueError: also when ranks differ in what must be the same on all, or cannot share memory.
+        """
+        return self.dispatch_finish(self.dispatch_start(x_TD, ids_TK, weights_TK))
+
+    def combine(self, rows_RD: Tensor, handle: Shipment) -> Tensor:
+        """See `Dispatcher.combine`."""
+        return self.combine_finish(self.combine_start(rows_RD, handle))
+
+    def dispatch_start(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> _Pending:
+        """Send the rows of this rank."""
+        self.check_arguments(x_TD, ids_TK, weights_TK, reads_ids=x_TD.device.type == "cpu")
+        self._begin("dispatch")
+        exchange = self._ready(x_TD, ids_TK)
+        with torch.no_grad():
+            plan, num_rows = exchange.place(exchange.announce(ids_TK, weights_TK.detach()))
+        has_backward = takes_backward(x_TD, weights_TK)
+        shipment = Shipment(
+            exchange, plan, num_rows=num_rows, has_backward=has_backward, saved_rows=self._saved_rows(has_backward)
+        )
+        rows_RD, row_weights_R = shipment.send(x_TD, weights_TK)
+        return shipment, rows_RD, row_weights_R
+
+    def dispatch_finish(self, pending: _Pending) -> Dispatched:
+        """Wait for the rows of all peers."""
+        self._end("dispatch")
+        shipment, rows_RD, row_weights_R = pending
+        return Dispatched(*shipment.arrive(rows_RD, row_weights_R), shipment.offsets_e, shipment)
+
+    def combine_start(self, rows_RD: Tensor, handle: Shipment) -> tuple[Shipment, Tensor]:
+        """Lay out the rows of this rank's experts for their sources."""
+        check_rows(rows_RD, num_rows=handle.num_rows, has_backward=handle.has_backward)
+        self._begin("combine")
+        return handle, handle.offer(rows_RD)
+
+    def combine_finish(self, pending: tuple[Shipment, Tensor]) -> Tensor:
+        """Wait for the rows of all peers and sum those of each token."""
+        self._end("combine")
+        shipment, token_RD = pending
+        return shipment.collect(token_RD)
+
+    def saved_rows(self, handle: Shipment) -> AbstractContextManager[object]:
+        """Return the context that the experts must run in; only "fetch" needs it."""
+        return handle.keeping_rows()
+
+    def counters(self) -> dict[str, Tensor]:
+        """See `Dispatcher.counters`; none before the first dispatch."""
+        if self._exchange is None:
+            return {}
+        counters = self._exchange.counters
+        return {
+            "rows_needed_max": counters.rows_needed_max,
+            "overflowed": counters.overflowed,
+            "rows_dropped": counters.rows_dropped,
+            "ids_outside": counters.ids_outside,
+        }
+
+    def check(self) -> None:
+        """See `Dispatcher.check`."""
+        if self._exchange is not None:
+            self._exchange.peers.check()
+
+    def grow(self) -> str | None:
+        """See `Dispatcher.grow`; reads the device once."""
+        exchange = self._exchange
+        if exchange is None:
+            return None
+        exchange.peers.check()
+        counters, buffers = exchange.counters, exchange.buffers
+        held = torch.tensor(buffers.held(), dtype=torch.int64, device=counters.values.device)
+        numbers = all_reduce_max(torch.cat([counters.values, held]), self.axis).tolist()
+        needed, overflowed, _, outside, num_tokens = numbers[:5]
+        if outside:
+            raise ValueError(
+                f"a rank gave the dispatcher {outside} expert ids that are not in [-1, {self.num_experts}); they were "
+                "not routed, and what was computed since the last check is wrong"
+            )
+        buffers.take_back([is_held > 0 for is_held in numbers[5:]])
+        if not overflowed:
+            return None
+        # Every rank has read its counters, so all its work on the buffers is over.
+        barrier(self.axis)
+        before = buffers.capacity
+        room = exchange.num_tokens
+        exchange.grow(needed, num_tokens)
+        load = f"{num_tokens:,} tokens on a rank" if num_tokens > room else f"{needed:,} rows on a rank"
+        factor = math.ceil(100 * buffers.capacity / (exchange.num_tokens * exchange.top_k)) / 100
+        return (
+            f"row-wise buffers of {before:,} rows had no room for {load} and now hold {buffers.capacity:,}; "
+            f"capacity_factor = {factor:g} starts with that"
+        )
+
+    def close(self) -> None:
+        """See `Dispatcher.close`."""
+        self._is_closed = True
+        if self._exchange is not None:
+            self._exchange.peers.close()
+            self._exchange = None
+
+    def _saved_rows(self, has_backward: bool) -> SavedRows | None:
+        if not torch.is_grad_enabled():
+            return None
+        saved_rows = self.options.saved_rows
+        # In a backward pass this is a recomputed forward, whose rows another graph will use; without a backward of the
+        # dispatch nothing would end the lease.
+        is_recomputed = torch._C._current_graph_task_id() != -1
+        return "copy" if saved_rows == "lease" and (is_recomputed or not has_backward) else saved_rows
+
+    def _begin(self, what: str) -> None:
+        if self._started:
+            raise ValueError(f"finish the {self._started} that was started before the next {what}")
+        self._started = what
+
+    def _end(self, what: str) -> None:
+        if self._started != what:
+            raise ValueError(f"there is no {what} to finish: {self._started or 'nothing'} was started")
+        self._started = ""
+
+    def _ready(self, x_TD: Tensor, ids_TK: Tensor) -> RowExchange:
+        if self._is_closed:
+            raise ValueError("this dispatcher is closed; make a new one")
+        if self._exchange is None:
+            self._exchange = self._first_exchange(x_TD, ids_TK)
+        if self.options.overflow == "drop" and ids_TK.shape[1] != self._exchange.top_k:
+            raise ValueError(
+                f'with overflow = "drop" the number of choices must stay the same; it was {self._exchange.top_k} '
+                f"and is {ids_TK.shape[1]}"
+            )
+        return self._exchange
+
+    def _first_exchange(self, x_TD: Tensor, ids_TK: Tensor) -> RowExchange:
+        own = {
+            "top_k": ids_TK.shape[1],
+            "width of the tokens": x_TD.shape[1],
+            "dtype of the tokens": str(x_TD.dtype),
+            "number of experts": self.num_experts,
+            "alignment": self.alignment,
+            "options": self.options,
+        }
+        everywhere = all_gather_objects((x_TD.shape[0], own), self.axis)
+        for name, value in own.items():
+            found = [one[name] for _, one in everywhere]
+            if any(one != value for one in found):
+                listed = ", ".join(f"rank {rank} {one}" for rank, one in zip(self.axis.ranks, found, strict=True))
+                raise ValueError(f"the {name} must be the same on all ranks of the {self.axis.name!r} axis: {listed}")
+        problems = self.options.problems(ids_TK.shape[1])
+        if problems:
+            raise ValueError("\n".join(problems))
+        return RowExchange(
+            make_peers(self.axis, x_TD.device, self.axis.timeout_s),
+            num_experts=self.num_experts,
+            alignment=self.alignment,
+            options=self.options,
+            num_tokens=max(num_tokens for num_tokens, _ in everywhere),
+            top_k=ids_TK.shape[1],
+            backend=self.kernels,
+        )

@@ -1,0 +1,58 @@
+"""Norms and counts over the whole model, each element once, and clipping."""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from coterie_parallel.collectives import all_gather
+from coterie_parallel.mesh import Mesh
+
+__all__ = ["clip_gradients_", "count_elements", "global_gradient_norm", "global_sums"]
+
+
+def global_gradient_norm(gradients: Iterable[Tensor], mesh: Mesh, *, order: float = 2.0) -> Tensor:
+    """Return the norm over all elements of the model, the same fp64 scalar on all ranks.
+
+    NaN where any element is NaN; infinite where one is infinite and none is NaN.
+
+    Args:
+        gradients: the parts of this rank, as `GradientReducer.reduce` returns them: no element is on two ranks.
+        mesh: all its ranks must call together.
+        order: 2.0, or ``math.inf`` for the largest absolute value.
+    """
+    if order not in (2.0, math.inf):
+        raise ValueError(f"order ({order}) must be 2.0 or math.inf")
+    norms = [torch.linalg.vector_norm(grad, order, dtype=torch.float64) for grad in gradients if grad.numel()]
+    # fp64, as the squares of fp32 numbers do not all fit into fp32.
+    own = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=mesh.device)
+    if order == 2.0:
+        return global_sums([own.square().sum()], mesh)[0].sqrt()
+    return torch.stack(all_gather(own.amax(), mesh.axis("world"))).amax()
+
+
+def global_sums(values: Sequence[Tensor], mesh: Mesh) -> Tensor:
+    """Return the sums over all ranks of some fp64 scalars, in one exchange, added in the order of the ranks."""
+    everywhere = all_gather(torch.stack(list(values)), mesh.axis("world"))
+    total = everywhere[0]
+    for one in everywhere[1:]:
+        total = total + one
+    return total
+
+
+def count_elements(gradients: Iterable[Tensor], mesh: Mesh) -> int:
+    """Return how many elements `global_gradient_norm` counts: the size of the whole model; all ranks must call."""
+    own = sum(grad.numel() for grad in gradients)
+    return int(global_sums([torch.tensor(own, dtype=torch.float64, device=mesh.device)], mesh)[0])
+
+
+def clip_gradients_(gradients: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale every gradient in place by ``max_norm / max(norm, max_norm)``; the host does not read the norm.
+
+    A norm that is infinite or NaN makes the gradients useless; do not apply them.
+    """
+    gradients = list(gradients)
+    if gradients:
+        scale = (max_norm / norm.clamp(min=max_norm)).to(torch.float32)
+        torch._foreach_mul_(gradients, scale)

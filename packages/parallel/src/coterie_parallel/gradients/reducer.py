@@ -1,0 +1,370 @@
+"""Sum gradients over the ranks that replicate a parameter; each rank keeps one shard of every bucket."""
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from coterie_parallel.axis import Axis
+from coterie_parallel.background import Background, Job
+from coterie_parallel.collectives import (
+    all_gather,
+    all_gather_objects,
+    start_all_to_all,
+    start_reduce_scatter,
+)
+from coterie_parallel.gradients.layout import BucketLayout, Slot, bucket_layouts
+from coterie_parallel.mesh import Mesh
+from coterie_parallel.placement import Placement, placed_parameters
+
+__all__ = ["Bucket", "GradientReducer", "ReductionConfig", "accumulate_in_fp32"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReductionConfig:
+    """How gradients are summed over ranks.
+
+    Attributes:
+        bucket_bytes: a bucket takes parameters until its fp32 gradients have this size.
+        send_dtype: what travels. With "bfloat16" each rank's gradient is rounded once, and summed in fp32 if the order
+            is that of the ranks.
+        sum_order: "ranks": an exchange of parts, and every element is summed in the order of the ranks, so the bits
+            depend neither on the buckets nor on an algorithm of the back-end. "backend": its reduce-scatter, which
+            needs no second buffer and adds in an order (and, with bfloat16, a precision) of its own.
+        overlap: start the exchange of a bucket during the backward of the last micro-batch. Changes no bit.
+        sharded: keep only this rank's shard of the summed fp32 gradients, and reduce after each micro-batch. The
+            gradient of one micro-batch then passes once through the dtype of the parameter.
+    """
+
+    bucket_bytes: int = 64 * 2**20
+    send_dtype: Literal["float32", "bfloat16"] = "float32"
+    sum_order: Literal["ranks", "backend"] = "ranks"
+    overlap: bool = True
+    sharded: bool = False
+
+    def problems(self) -> list[str]:
+        """Return every fault of these settings."""
+        found = []
+        if self.bucket_bytes < 1:
+            found.append(f"bucket_bytes ({self.bucket_bytes}) must be at least 1, for example {64 * 2**20}")
+        if self.send_dtype not in ("float32", "bfloat16"):
+            found.append(f"send_dtype ({self.send_dtype!r}) must be float32 or bfloat16")
+        if self.sum_order not in ("ranks", "backend"):
+            found.append(f"sum_order ({self.sum_order!r}) must be ranks or backend")
+        return found
+
+
+class Bucket:
+    """The gradients of some parameters on this rank.
+
+    Attributes:
+        layout: where everything lies.
+        axis: the axis over which they are summed; None for nothing to sum.
+        index: which shard this rank has.
+        parameters: by name, local shapes.
+        shard: fp32, (shard_numel), the summed gradients that this rank keeps.
+        pieces: views into ``shard``, 1-D, by name; empty for a parameter that lies in other shards only.
+        flat: fp32, (numel), this rank's own gradients; None while a sharded bucket has none.
+    """
+
+    def __init__(self, layout: BucketLayout, parameters: Mapping[str, Tensor], mesh: Mesh, *, sharded: bool) -> None:
+        self.layout = layout
+        self.axis: Axis | None = mesh.axis(layout.axis) if layout.axis is not None and layout.num_shards > 1 else None
+        self.index = 0 if self.axis is None else self.axis.index
+        self.parameters = {slot.name: parameters[slot.name] for slot in layout.slots}
+        self._slots = {slot.name: slot for slot in layout.slots}
+        self.arrived: set[str] = set()
+        self.is_sent = False
+        self.is_sharded = sharded and self.axis is not None
+        self.flat: Tensor | None = None
+        device = next(iter(self.parameters.values())).device
+        if self.is_sharded:
+            self.shard = torch.zeros(layout.shard_numel, dtype=torch.float32, device=device)
+            for parameter in self.parameters.values():
+                if hasattr(parameter, "main_grad"):
+                    del parameter.main_grad
+        else:
+            self.flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)
+            self.shard = self.part(self.flat)
+            for name, view in self.views(self.flat).items():
+                if hasattr(self.parameters[name], "main_grad"):
+                    self.parameters[name].main_grad = view  # type: ignore[attr-defined]
+        self.pieces = self.cut(self.shard)
+
+    def part(self, whole: Tensor) -> Tensor:
+        """Return this rank's shard of a tensor of the size of the bucket, as a view."""
+        return whole.narrow(0, self.index * self.layout.shard_numel, self.layout.shard_numel)
+
+    def views(self, whole: Tensor) -> dict[str, Tensor]:
+        """Return the parameters' parts of a tensor of the size of the bucket, in their local shapes."""
+        return {slot.name: self._view(whole, slot) for slot in self.layout.slots}
+
+    def cut(self, shard: Tensor) -> dict[str, Tensor]:
+        """Return the parameters' pieces of a tensor of the size of a shard, 1-D."""
+        pieces = {}
+        for slot in self.layout.slots:
+            first, last = self.layout.piece(slot, self.index)
+            start = slot.start + first - self.index * self.layout.shard_numel if last > first else 0
+            pieces[slot.name] = shard.narrow(0, start, last - first)
+        return pieces
+
+    def is_complete(self) -> bool:
+        """Return whether every parameter has its gradient of the present backward."""
+        return len(self.arrived) == len(self.parameters)
+
+    def take(self, name: str) -> None:
+        """Move a gradient into the buffer of a sharded bucket, which is made when it has none."""
+        parameter = self.parameters[name]
+        if self.flat is None:
+            self.flat = torch.zeros(self.layout.numel, dtype=torch.float32, device=self.shard.device)
+        if parameter.grad is not None:
+            self._view(self.flat, self._slots[name]).add_(parameter.grad)
+            parameter.grad = None
+
+    def fill(self) -> Tensor:
+        """Return the buffer with the gradients of all parameters in it: ``main_grad`` plus ``grad``; none is zero."""
+        if self.is_sharded:
+            for name in self.parameters:
+                self.take(name)
+            assert self.flat is not None
+            return self.flat
+        assert self.flat is not None
+        for name, view in self.views(self.flat).items():
+            parameter = self.parameters[name]
+            if not hasattr(parameter, "main_grad"):
+                view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
+            elif parameter.grad is not None:
+                view.add_(parameter.grad)
+        return self.flat
+
+    def zero(self) -> None:
+        """Forget all gradients, as far as nothing writes them over."""
+        if self.is_sharded:
+            self.shard.zero_()
+        elif self.flat is not None and any(hasattr(one, "main_grad") for one in self.parameters.values()):
+            self.flat.zero_()
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def _view(self, whole: Tensor, slot: Slot) -> Tensor:
+        return whole.narrow(0, slot.start, slot.numel).view(self.parameters[slot.name].shape)
+
+
+class GradientReducer:
+    """Sums gradients over the replication axis of their placement, bucket by bucket.
+
+    Buckets and their order are decided at construction, alike on all ranks. Bucket ``i`` is sent only after bucket
+    ``i - 1``, and what is not complete when the backward ends is sent then, so no rank can meet another in a different
+    bucket, whichever gradients it has. No other collective may use these axes while a backward runs.
+
+    Args:
+        named_parameters: local parameters by global name, in the order of their use in the forward, as
+            ``Module.named_parameters`` gives them; where ranks differ in it, the first of the data axis counts.
+        placements: a placement for every name.
+        mesh: all its ranks must construct and use the reducer together.
+        config: how to sum.
+        kinds: parameters of different kinds never share a bucket.
+
+    Attributes:
+        parameters: those that need a gradient, by name, in the order of the buckets.
+        buckets: in the order in which they are sent.
+
+    Raises:
+        ValueError: for settings with problems, a parameter without a valid placement, two of one name, one that is not
+            contiguous, or replicas that differ between ranks.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, Tensor]],
+        placements: Mapping[str, Placement],
+        mesh: Mesh,
+        config: ReductionConfig | None = None,
+        kinds: Mapping[str, Hashable] | None = None,
+    ) -> None:
+        self.config = config if config is not None else ReductionConfig()
+        if self.config.problems():
+            raise ValueError("\n".join(self.config.problems()))
+        parameters = placed_parameters(named_parameters, placements, mesh.plan)
+        loose = [name for name, parameter in parameters.items() if not parameter.is_contiguous()]
+        if loose:
+            raise ValueError(f"parameters must be contiguous; these are not: {', '.join(sorted(loose))}")
+        _check_replicas(parameters, placements, mesh)
+        # Gradients come in the reverse order of the forward.
+        order = _order_of_first_rank(parameters, mesh)[::-1]
+        self.parameters = {name: parameters[name] for name in order}
+        sizes = [(name, parameter.numel(), parameter.dtype) for name, parameter in self.parameters.items()]
+        layouts = bucket_layouts(sizes, placements, mesh.plan, self.config.bucket_bytes, kinds)
+        self.buckets = [Bucket(layout, parameters, mesh, sharded=self.config.sharded) for layout in layouts]
+        self._background = Background(mesh.device)
+        self._shared = [bucket for bucket in self.buckets if bucket.axis is not None]
+        self._next = 0
+        self._is_open = self._is_last = self._is_begun = False
+        # A node lives only as long as somebody holds it, and its hooks with it.
+        self._nodes = [
+            self._watch(bucket, name, parameter)
+            for bucket in self._shared
+            for name, parameter in bucket.parameters.items()
+        ]
+
+    @contextmanager
+    def micro_batch(self, *, is_last: bool) -> Iterator[None]:
+        """Say which micro-batch the one backward inside belongs to; all ranks must do so alike.
+
+        Optional, unless gradients are sharded: without it, all buckets are sent by `reduce`.
+        """
+        self._is_open, self._is_last = True, is_last
+        try:
+            yield
+        finally:
+            self._is_open = False
+        if self.config.sharded:
+            self._send_rest()
+            self._forget_what_was_sent()
+        if self.config.sharded or (is_last and self.config.overlap):
+            self._is_begun = True
+        self._background.finish_ready()
+
+    def reduce(self) -> dict[str, Tensor]:
+        """Return this rank's pieces of the summed gradients by name: fp32, 1-D, views into the buckets.
+
+        The gradient of a parameter is its ``grad`` plus its ``main_grad``, where it has them; none counts as zero.
+        Where there is a ``main_grad``, part of it is written over: it is good for one reduction.
+        """
+        if not (self.config.sharded and self._is_begun):
+            self._send_rest()
+        for bucket in self.buckets:
+            if bucket.axis is None:
+                bucket.fill()
+        self._background.finish()
+        self._is_begun = False
+        self._forget_what_was_sent()
+        return {name: piece for bucket in self.buckets for name, piece in bucket.pieces.items()}
+
+    def gathered(self) -> dict[str, Tensor]:
+        """Return the summed gradients whole, in local shapes, as copies; after `reduce`, for checks; all ranks call."""
+        found: dict[str, Tensor] = {}
+        for bucket in self.buckets:
+            parts = [bucket.shard.clone()] if bucket.axis is None else all_gather(bucket.shard, bucket.axis)
+            found.update(bucket.views(torch.cat(parts)))
+        return found
+
+    def zero(self) -> None:
+        """Forget all gradients. A reduction under way is completed first, as the peers take part in it."""
+        if self._is_begun and not self.config.sharded:
+            self._send_rest()
+        self._background.finish()
+        self._is_begun = False
+        self._forget_what_was_sent()
+        for bucket in self.buckets:
+            bucket.zero()
+
+    def _watch(self, bucket: Bucket, name: str, parameter: Tensor) -> Any:
+        # Not register_post_accumulate_grad_hook: this hook also fires for a gradient that went to main_grad, and after
+        # the hook of `accumulate_in_fp32`.
+        node = get_gradient_edge(parameter).node
+        node.register_hook(lambda *_: self._arrive(bucket, name))
+        return node
+
+    def _arrive(self, bucket: Bucket, name: str) -> None:
+        if bucket.is_sent:
+            raise ValueError(
+                f"a gradient of {name!r} came after its bucket was sent; run one backward in micro_batch(is_last=True) "
+                "and none between it and the step"
+            )
+        if bucket.is_sharded:
+            if not self._is_open:
+                raise ValueError("with sharded gradients every backward must run in micro_batch()")
+            bucket.take(name)
+        elif not (self._is_open and self._is_last and self.config.overlap):
+            return
+        bucket.arrived.add(name)
+        while self._next < len(self._shared) and self._shared[self._next].is_complete():
+            self._send()
+
+    def _send_rest(self) -> None:
+        while self._next < len(self._shared):
+            self._send()
+
+    def _send(self) -> None:
+        bucket = self._shared[self._next]
+        self._next += 1
+        self._background.start(self._sum(bucket, bucket.fill()))
+        bucket.is_sent = True
+        if bucket.is_sharded:
+            bucket.flat = None
+        self._background.finish_ready()
+
+    def _sum(self, bucket: Bucket, flat: Tensor) -> Job:
+        assert bucket.axis is not None
+        if bucket.is_sharded and flat.is_cuda:
+            flat.record_stream(torch.cuda.current_stream(flat.device))
+        sent = flat.to(getattr(torch, self.config.send_dtype))
+        if self.config.sum_order == "backend":
+            received = sent.new_empty(bucket.layout.shard_numel)
+            yield start_reduce_scatter(received, sent, bucket.axis)
+        else:
+            received = torch.empty_like(sent)
+            yield start_all_to_all(received, sent, bucket.axis)
+        first, *others = torch.split(received, bucket.layout.shard_numel)
+        total = first.float()
+        for part in others:
+            total.add_(part)
+        if bucket.is_sharded:
+            bucket.shard.add_(total)
+        else:
+            bucket.shard.copy_(total)
+
+    def _forget_what_was_sent(self) -> None:
+        self._next = 0
+        for bucket in self._shared:
+            bucket.is_sent = False
+            bucket.arrived.clear()
+
+
+def accumulate_in_fp32(parameters: Iterable[Tensor]) -> None:
+    """Give each parameter that is not fp32 an fp32 ``main_grad`` that collects its gradients over micro-batches.
+
+    Each backward adds to ``main_grad`` and leaves ``grad`` None, so that small gradients are not rounded away by the
+    sum of earlier ones. A `GradientReducer` that is made after this puts every ``main_grad`` into its buckets, and
+    `GradientReducer.zero` sets it to zero.
+    """
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
+            parameter.register_post_accumulate_grad_hook(_fold)  # type: ignore[no-untyped-call]
+
+
+def _fold(parameter: Tensor) -> None:
+    main_grad: Tensor | None = getattr(parameter, "main_grad", None)
+    # No main_grad: gradients are sharded. No grad: the backward has added to main_grad itself.
+    if main_grad is not None and parameter.grad is not None:
+        main_grad.add_(parameter.grad)
+        parameter.grad = None
+
+
+def _order_of_first_rank(parameters: Mapping[str, Tensor], mesh: Mesh) -> list[str]:
+    first = [name for name in all_gather_objects(list(parameters), mesh.axis("data"))[0] if name in parameters]
+    return first + sorted(parameters.keys() - set(first))
+
+
+def _check_replicas(parameters: Mapping[str, Tensor], placements: Mapping[str, Placement], mesh: Mesh) -> None:
+    # Checked up front: ranks with different lists would wait for one another in the first reduction.
+    for axis in sorted({axis for name in parameters for axis in placements[name].replicated_over}):
+        mine = {
+            name: (tuple(parameter.shape), parameter.dtype)
+            for name, parameter in parameters.items()
+            if axis in placements[name].replicated_over
+        }
+        everywhere = all_gather_objects(mine, mesh.axis(axis))
+        names = sorted({name for one in everywhere for name in one})
+        differing = [name for name in names if len({one.get(name) for one in everywhere}) > 1]
+        if differing:
+            raise ValueError(
+                f"parameters replicated over {axis!r} must have the same names, shapes and dtypes on all its ranks; "
+                f"different: {', '.join(differing)}"
+            )

@@ -1,0 +1,152 @@
+"""The comparison of dispatchers counts what it says, and the conformance command finds faults."""
+
+import importlib
+import types
+from typing import Any
+
+import pytest
+import torch
+from coterie_parallel import Axis, Dispatched
+from coterie_parallel.comparison import (
+    ROUTINGS,
+    DispatchSizes,
+    compare_dispatchers,
+    comparison_problems,
+    comparison_table,
+    routed_ids,
+)
+from coterie_parallel.conformance.report import main
+from coterie_parallel.dispatch import registry
+from coterie_parallel.dispatch.local import LocalDispatcher
+from coterie_parallel.local_ranks import run_on_local_ranks
+from torch import Tensor
+
+_SIZES = DispatchSizes(num_tokens=6, width=8, num_experts=4, top_k=2)
+
+
+class Doubles(LocalDispatcher):
+    """Returns twice the sum."""
+
+    def combine(self, rows_RD: Tensor, handle: Any) -> Tensor:
+        return 2 * super().combine(rows_RD, handle)
+
+
+class Reads(LocalDispatcher):
+    """Reads three more numbers on the host, in three ways."""
+
+    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
+        ids_TK.sum().item()
+        ids_TK.tolist()
+        int(torch.nonzero(ids_TK).shape[0])
+        return super().dispatch(x_TD, ids_TK, weights_TK)
+
+
+class Copies(LocalDispatcher):
+    """Writes the tokens once more."""
+
+    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
+        return super().dispatch(x_TD.clone(), ids_TK, weights_TK)
+
+
+@pytest.fixture
+def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found in (Doubles, Reads, Copies):
+        monkeypatch.setitem(registry._BUILT_IN, found.__name__, f"{__name__}:{found.__name__}")
+    monkeypatch.setattr(registry, "import_module", lambda name: _modules(name))
+
+
+def _modules(name: str) -> Any:
+    here = types.SimpleNamespace(Doubles=Doubles, Reads=Reads, Copies=Copies)
+    return here if name == __name__ else importlib.import_module(name)
+
+
+@pytest.mark.usefixtures("_registered")
+def test_what_is_counted_on_one_rank() -> None:
+    rows = compare_dispatchers(Axis.single("expert"), ["local", "Reads", "Copies", "Doubles"], ["random"], _SIZES, 1)
+    local, reads, copies, doubles = rows
+    assert [row.agrees for row in rows] == [True, True, True, False]
+    assert doubles.largest_difference > 0.1
+    assert local.sent_bytes == 0
+    assert reads.host_reads - local.host_reads == 3
+    # The tokens: 6 x 8 numbers of 4 bytes; 12 rows arrive.
+    assert copies.written_bytes - local.written_bytes == 192
+    assert copies.passes - local.passes == pytest.approx(192 / (12 * 32))
+    assert "differs by up to" in comparison_table(rows).splitlines()[-1]
+
+
+def test_bytes_to_other_ranks() -> None:
+    """Two experts a rank, balanced: token t chooses experts 2t and 2t + 1 modulo 4, so every second one is away."""
+    for row in run_on_local_ranks(compare_dispatchers, 2, ["all_to_all"], ["balanced"], _SIZES, 1)[0]:
+        # 6 of 12 rows of each rank travel, 4 times 32 bytes, and a weight and its gradient of 4 bytes.
+        assert row.sent_bytes == 6 * (4 * 32 + 2 * 4)
+        assert row.agrees
+
+
+def test_a_shared_expert_runs_last_and_overlapped() -> None:
+    sizes = DispatchSizes(num_tokens=6, width=8, num_experts=4, top_k=2, shared_hidden=16)
+    rows = compare_dispatchers(Axis.single("expert"), ["local", "rowwise"], ["random"], sizes, 1)
+    assert [row.dispatcher for row in rows] == ["local", "local + overlap", "rowwise", "rowwise + overlap"]
+    assert all(row.agrees for row in rows)
+
+
+def test_buffers_grow_before_anything_is_compared() -> None:
+    """Rank 0 of 4 has the first 16 of 64 experts, 71 % of 512 pairs; its buffer begins with room for 256."""
+    sizes = DispatchSizes(num_tokens=128, width=4, num_experts=64, top_k=1)
+    rows = run_on_local_ranks(compare_dispatchers, 4, ["all_to_all", "rowwise"], ["skewed"], sizes, 1)[0]
+    assert [row.agrees for row in rows] == [True, True]
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_routings(routing: str) -> None:
+    sizes = DispatchSizes(num_tokens=4000, width=1, num_experts=8, top_k=2)
+    ids_TK = routed_ids(routing, sizes, source=3)
+    assert (ids_TK[:, 0] != ids_TK[:, 1]).all()
+    share_E = torch.bincount(ids_TK.flatten(), minlength=8) / 8000
+    if routing == "balanced":
+        assert torch.equal(share_E, torch.full((8,), 0.125))
+    elif routing == "random":
+        assert (share_E - 0.125).abs().max() < 0.015
+    else:
+        # Without replacement, the first of weights 1, 1/2, ... 1/8 is in about 6 of 10 pairs.
+        assert 0.25 < share_E[0] < 0.35
+        assert (share_E[:-1] > share_E[1:]).all()
+
+
+def test_every_fault_is_in_one_report() -> None:
+    sizes = DispatchSizes(num_tokens=0, num_experts=4, top_k=5)
+    assert comparison_problems(["local", "nobody"], ["even"], sizes, 3) == [
+        "num_tokens (0) must be at least 1",
+        "top_k (5) must be at most num_experts (4)",
+        "num_experts (4) must be a multiple of the number of ranks (3)",
+        "routing ('even') must be one of balanced, random, skewed",
+        'dispatcher "local" needs an expert degree of 1, got 3; use dispatcher "all_to_all", or set expert to 1',
+        *comparison_problems(["nobody"], [], DispatchSizes(), 1),
+    ]
+
+
+@pytest.mark.usefixtures("_registered")
+def test_the_conformance_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["local", "--ranks", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 19
+    assert "17 of 17 cases right" in lines[-1]
+    assert main(["Doubles", "--ranks", "1", "--case", "uneven", "--case", "no_tokens"]) == 1
+    text = capsys.readouterr().out
+    assert "FAIL uneven" in text
+    assert "y_TD is wrong first at" in text
+    assert "ok   no_tokens" in text
+    assert "1 of 2 cases right" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["nobody"], "is unknown; known:"),
+        (["local", "--ranks", "2"], "needs an expert degree of 1"),
+        (["local", "--ranks", "0"], "must be at least 1"),
+    ],
+)
+def test_the_conformance_command_refuses(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert text in capsys.readouterr().err
