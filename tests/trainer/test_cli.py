@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from coterie_trainer import cli, launch
+from coterie_trainer import arguments, cli, launch
 from coterie_trainer.config import ConfigError
 from coterie_trainer.launch import Process, StopRequest
 
@@ -358,7 +358,7 @@ def test_an_interrupt_while_loading_ends_at_once(monkeypatch, capfd):
     monkeypatch.setattr(signal, "getsignal", lambda number: signal.default_int_handler)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with cli._loading():
+        with arguments.loading():
             os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)

@@ -1,17 +1,16 @@
 """The command line: `coterie train`, `check`, `tokenize`, `export`, `generate` and `bench`."""
 
 import argparse
-import contextlib
 import importlib.metadata
 import os
-import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
+from coterie_trainer.arguments import count, loading
+from coterie_trainer.bench import add_bench
 from coterie_trainer.launch import (
     INTERRUPTED,
     USER_ERROR,
@@ -89,7 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_config(train)
     train.add_argument(
         "--procs",
-        type=_count,
+        type=count,
         metavar="N",
         help="processes to start on this machine (default: pipeline x data where the config gives both, else 1)",
     )
@@ -109,7 +108,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_config(check)
     check.add_argument(
         "--world",
-        type=_count,
+        type=count,
         metavar="N",
         help="number of ranks to plan for (default: the smallest that the config allows)",
     )
@@ -126,7 +125,7 @@ def make_parser() -> argparse.ArgumentParser:
     tokenize.add_argument("--out", required=True, metavar="FOLDER", help="folder for the token files")
     tokenize.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json to use (default: train one)")
     tokenize.add_argument(
-        "--vocab-size", type=_count, default=32768, metavar="N", help="size of a trained tokenizer (default: 32768)"
+        "--vocab-size", type=count, default=32768, metavar="N", help="size of a trained tokenizer (default: 32768)"
     )
     tokenize.add_argument(
         "--held-out",
@@ -168,7 +167,7 @@ def make_parser() -> argparse.ArgumentParser:
     generate.add_argument("path", metavar="PATH", help="run folder or exported folder")
     generate.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue")
     generate.add_argument(
-        "--max-new-tokens", type=_count, default=128, metavar="N", help="most tokens to add (default: 128)"
+        "--max-new-tokens", type=count, default=128, metavar="N", help="most tokens to add (default: 128)"
     )
     generate.add_argument(
         "--temperature",
@@ -180,59 +179,15 @@ def make_parser() -> argparse.ArgumentParser:
     generate.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the sampling (default: 0)")
     generate.set_defaults(run=_generate)
 
-    _add_bench(
-        command("bench", "compare back-ends on this machine", "", "coterie bench dispatch --ranks 4", usage="WHAT ...")
+    add_bench(
+        command(
+            "bench",
+            "compare back-ends on this machine",
+            "Each kind of comparison has a help of its own: coterie bench WHAT --help",
+            "coterie bench dispatch --ranks 4",
+        )
     )
     return parser
-
-
-def _add_bench(parser: argparse.ArgumentParser) -> None:
-    benches = parser.add_subparsers(title="what to compare", metavar="WHAT", required=True)
-    dispatch = benches.add_parser(
-        "dispatch",
-        help="dispatchers on equal tokens, on CPU ranks",
-        description=(
-            "Runs dispatch and combine, forward and backward, with each dispatcher in turn, on the same tokens.\n\n"
-            "time        median of the slowest rank\n"
-            "to others   bytes of rows and weights that must go to other ranks, whatever the dispatcher\n"
-            "written     bytes that torch operations wrote\n"
-            "passes      written, in units of the rows that arrive\n"
-            "host reads  times that the host read a tensor: a synchronisation on a GPU, where rowwise has none\n"
-            "agreement   of outputs and all gradients with the first dispatcher"
-        ),
-        epilog="example:\n  coterie bench dispatch --dispatchers all_to_all,rowwise --ranks 4 --routing random,skewed",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    dispatch.add_argument(
-        "--dispatchers", type=_names, default=["all_to_all", "rowwise"], metavar="NAME,...", help="what to compare"
-    )
-    dispatch.add_argument("--ranks", type=_count, default=2, metavar="N", help="processes (default: 2)")
-    dispatch.add_argument(
-        "--routing",
-        type=_names,
-        default=["balanced", "random", "skewed"],
-        metavar="NAME,...",
-        help="balanced, random, skewed (default: all three)",
-    )
-    for name, default, what in (
-        ("tokens", 1024, "tokens of a rank"),
-        ("width", 256, "numbers of a token"),
-        ("experts", 16, "experts in all"),
-        ("top-k", 4, "choices of a token"),
-        ("repeats", 10, "timed calls of each dispatcher"),
-    ):
-        dispatch.add_argument(
-            f"--{name}", type=_count, default=default, metavar="N", help=f"{what} (default: {default})"
-        )
-    dispatch.add_argument(
-        "--shared",
-        type=_count,
-        default=0,
-        metavar="H",
-        help="also run a shared expert of this hidden width, after the others and overlapped with the exchange",
-    )
-    dispatch.set_defaults(run=_bench_dispatch)
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
@@ -247,18 +202,8 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
-    return int(text)
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
 def _train(options: argparse.Namespace) -> int:
-    with _loading():
+    with loading():
         from coterie_trainer.config import ConfigError, config_problems, load_config, smallest_world
 
     if options.store is not None:
@@ -281,7 +226,7 @@ def _train(options: argparse.Namespace) -> int:
     if procs > 1:
         arguments = ["train", options.config, *(f"--set={text}" for text in options.set)]
         return launch_local(arguments, procs, grace_s=config.checkpoint.grace_s)
-    with _loading():
+    with loading():
         from coterie_trainer.training import train
 
     with StopRequest() as stop:
@@ -292,14 +237,14 @@ def _train(options: argparse.Namespace) -> int:
 def _prepare_data(config: "Config") -> None:
     """Make the built-in corpus if the config asks for it; the other ranks wait for this one when they meet."""
     if config.data.source == "stdlib":
-        with _loading():
+        with loading():
             from coterie_trainer.data.tokenize import prepare_stdlib
 
         prepare_stdlib(config.data.path, config.data.vocab_size, _show)
 
 
 def _check(options: argparse.Namespace) -> int:
-    with _loading():
+    with loading():
         from coterie_trainer.check import report
         from coterie_trainer.config import load_config, smallest_world
 
@@ -309,7 +254,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _tokenize(options: argparse.Namespace) -> int:
-    with _loading():
+    with loading():
         from coterie_trainer.data.tokenize import tokenize_files
 
     summary = tokenize_files(
@@ -328,7 +273,7 @@ def _tokenize(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    with _loading():
+    with loading():
         import torch
 
         from coterie_trainer.exporting import check_export, export_run
@@ -345,7 +290,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    with _loading():
+    with loading():
         from coterie_trainer.generation import generate
 
     print(
@@ -358,57 +303,6 @@ def _generate(options: argparse.Namespace) -> int:
         )
     )
     return 0
-
-
-def _bench_dispatch(options: argparse.Namespace) -> int:
-    with _loading():
-        from coterie_parallel.comparison import (
-            DispatchSizes,
-            compare_dispatchers,
-            comparison_problems,
-            comparison_table,
-        )
-        from coterie_parallel.local_ranks import run_on_local_ranks
-
-    sizes = DispatchSizes(
-        num_tokens=options.tokens,
-        width=options.width,
-        num_experts=options.experts,
-        top_k=options.top_k,
-        shared_hidden=options.shared,
-    )
-    problems = comparison_problems(options.dispatchers, options.routing, sizes, options.ranks)
-    if problems:
-        raise ValueError("\n".join(problems))
-    print(
-        f"{options.ranks} CPU ranks; {sizes.num_tokens} tokens of width {sizes.width} (fp32) on each, "
-        f"{sizes.num_experts} experts, {sizes.top_k} choices; dispatch and combine, forward and backward",
-        flush=True,
-    )
-    by_rank = run_on_local_ranks(
-        compare_dispatchers, options.ranks, options.dispatchers, options.routing, sizes, options.repeats
-    )
-    print(comparison_table(by_rank[0]))
-    return 0 if all(row.agrees for row in by_rank[0]) else 1
-
-
-@contextlib.contextmanager
-def _loading() -> Iterator[None]:
-    """End at once on Ctrl-C: a KeyboardInterrupt that is raised in the middle of an import of torch can be lost."""
-    previous = signal.getsignal(signal.SIGINT)
-    is_ours = previous is signal.default_int_handler
-    if is_ours:
-        signal.signal(signal.SIGINT, _end_at_once)
-    try:
-        yield
-    finally:
-        if is_ours:
-            signal.signal(signal.SIGINT, previous)
-
-
-def _end_at_once(number: int, frame: FrameType | None) -> None:
-    os.write(2, b"interrupted\n")
-    os._exit(INTERRUPTED)
 
 
 def _show(text: str) -> None:
