@@ -164,7 +164,12 @@ def test_state_has_global_names_before_and_after_the_first_step() -> None:
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     parameters = {"a": nn.Parameter(torch.ones(2))}
     optimizer = _optimizer(parameters)
-    wrong = {"step": torch.tensor(3), "num_skipped": torch.tensor(0), "exp_avg/a": torch.ones(3), "main/a": torch.ones(2)}
+    wrong = {
+        "step": torch.tensor(3),
+        "num_skipped": torch.tensor(0),
+        "exp_avg/a": torch.ones(3),
+        "main/a": torch.ones(2),
+    }
     with pytest.raises(ValueError, match=r"exp_avg_sq/a is missing; main/a is not known; exp_avg/a has shape \(3,\)"):
         optimizer.load_state_dict(wrong)
     assert int(optimizer.state_dict()["step"]) == 0

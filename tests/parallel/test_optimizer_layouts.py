@@ -4,11 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from coterie_parallel import Mesh, ParallelConfig, make_plan, replica_problems
+from coterie_parallel import DENSE, AdamWConfig, Mesh, Optimizer, ParallelConfig, make_plan, replica_problems
 from support.ranks import run_ranks
 from torch import Tensor
 
-from parallel.optimizer_cases import CASES, LAYOUTS, NUM_STEPS, PLACEMENTS, Case, Runner, assemble, one_process
+from parallel.optimizer_cases import CASES, LAYOUTS, NUM_STEPS, PLACEMENTS, Case, Part, Runner, assemble, one_process
+
+SAME_BITS = ("overlap", "no overlap", "into the forward")
+"""Cases that differ from the first one in nothing but when collectives start and end."""
 
 
 def _all_cases(rank: int, world: int) -> dict[tuple[int, str], dict[str, Any]]:
@@ -62,11 +65,43 @@ def test_every_layout_equals_one_process(world: int) -> None:
                 assert tensors.keys() == found[kind].keys()
                 for name, tensor in tensors.items():
                     _assert_close(found[kind][name], tensor, _tolerance(case, kind, name), (case.name, expert, name))
+            if case.name in SAME_BITS:
+                plain = assemble([result[expert, "plain"] for result in results], expert)
+                for kind, tensors in plain.items():
+                    for name, tensor in tensors.items():
+                        assert torch.equal(found[kind][name], tensor), (case.name, expert, name)
             for result in of_ranks:
                 assert result["norms"] == pytest.approx(expected["norms"], rel=1e-6)
                 assert result["norms"] == of_ranks[0]["norms"]
                 assert result["step"] == NUM_STEPS
 
 
-def _gradients_of(rank: int, world: int) -> dict[str, dict[str, Tensor]]:
-    return {name: result["gradients"] for (expert, name), result in _all_cases(rank, world).items() if expert == 2}
+def _weights_seen(rank: int, world: int) -> list[list[Tensor]]:
+    """Return the weight before a step, after it, in the next forward, and what a step without overlap gives."""
+    found = []
+    with Mesh(make_plan(ParallelConfig(), world), rank, timeout_s=30) as mesh:
+        for covers_all in (True, False):
+            parts = [Part({"a": torch.ones(200)}), Part({"b": torch.ones(200)})]
+            named = dict(named for part in parts for named in part.named())
+            placements = dict.fromkeys(named, DENSE)
+            optimizer = Optimizer(named.items(), placements, mesh, AdamWConfig())  # both share one bucket
+            optimizer.overlap_with_forward(parts if covers_all else parts[:1])
+            for parameter in named.values():
+                parameter.grad = torch.ones(200)
+            optimizer.step(0.5)
+            after = named["a"].detach().clone()
+            parts[0](dict.fromkeys(named))
+            found.append([after, named["a"].detach().clone(), named["b"].detach().clone()])
+    return found
+
+
+def test_weights_that_are_still_on_their_way_are_there_in_the_forward() -> None:
+    new = torch.full((200,), 0.5)
+    for rank, (deferred, awaited) in enumerate(run_ranks(_weights_seen, 2)):
+        after, in_forward, other = deferred
+        # "b" is the shard of rank 0 and "a" that of rank 1, so the step gave rank 1 alone the new "a".
+        torch.testing.assert_close(after, torch.ones(200) if rank == 0 else new)
+        torch.testing.assert_close(in_forward, new)
+        torch.testing.assert_close(other, new)
+        for one in awaited:
+            torch.testing.assert_close(one, new)

@@ -3,9 +3,10 @@ import math
 from pathlib import Path
 
 import pytest
-from coterie_trainer.check import active_parameters, report
+from coterie_trainer.check import _parameter_shapes, active_parameters, report
 from coterie_trainer.config import ConfigError, load_config
 from coterie_trainer.data.shards import TokenWriter
+from coterie_trainer.model import build_model
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.toml"
 
@@ -60,6 +61,11 @@ def test_minus_one_is_resolved_and_every_number_shown(tiny):
             "  world size (4) = pipeline (1) x data (4)",
             "  data (4) = expert_data (1) x expert (4)",
             "  experts (4) = expert (4) x 1 on each rank; dispatcher all_to_all",
+            "  rank 0: data 0 = expert_data 0 x expert 0; expert 0",
+            "  rank 1: data 1 = expert_data 0 x expert 1; expert 1",
+            "  rank 2: data 2 = expert_data 0 x expert 2; expert 2",
+            "  rank 3: data 3 = expert_data 0 x expert 3; expert 3",
+            "  optimizer state of a rank: 1/4 of the dense parameters', all of its own experts'",
             "",
             "model",
             "  layers: 2 = 1 dense + 1 with experts",
@@ -71,10 +77,22 @@ def test_minus_one_is_resolved_and_every_number_shown(tiny):
             "",
             "memory of a rank, without activations",
             "  parameters: 1,048 = 904 on every rank + 144 of its own experts",
-            "  parameters, float32: 4,192 bytes = 4.1 KiB",
-            "  gradients, float32 over micro-batches and float32 for the sum over ranks: 8,384 bytes = 8.2 KiB",
-            "  optimizer, two float32 moments: 8,384 bytes = 8.2 KiB",
-            "  sum: 20,960 bytes = 20.5 KiB",
+            "  weights, float32: 4,192 bytes = 4.1 KiB",
+            "  gradients as autograd leaves them, float32: 4,192 bytes = 4.1 KiB",
+            # In buckets a tensor begins at a multiple of 64 and so does a shard: 1,472 dense numbers, 4 shards of 384;
+            # 128 + 48 of the expert, in one of 192.
+            f"  gradients for the sum over ranks, float32: {4 * (4 * 384 + 192):,} bytes = 6.8 KiB",
+            f"  moments, float32: {2 * 4 * (384 + 192):,} bytes = 4.5 KiB",
+            "  counters: 16 bytes",
+            "  in passing, for the exchange of one bucket: 7,680 bytes = 7.5 KiB",
+            "  sum: 27,600 bytes = 27.0 KiB",
+            "",
+            "bytes that a rank sends in a step",
+            f"  gradients: {3 * 384 * 4:,} bytes = 4.5 KiB",
+            f"  new weights: {3 * 384 * 4:,} bytes = 4.5 KiB",
+            "  collectives for both: 3",
+            # 32 tokens x 2 choices x 3/4 away; 4 times 8 numbers of 4 bytes, a weight and its gradient.
+            "  rows of the experts, with an even load: 6,528 bytes = 6.4 KiB = 48 rows x 136 bytes",
             "",
             "step",
             "  tokens: 128 = 8 sequences x 16",
@@ -92,10 +110,40 @@ def test_experts_are_split_and_the_rest_is_not(tiny, world, expert, local):
 
 
 def test_bfloat16_needs_main_weights(tiny):
-    shown = report(load_config(tiny, ["dtype=bfloat16"]), 4)
-    assert f"parameters, bfloat16: {2 * 1048:,} bytes" in shown
-    assert f"gradients, float32 over micro-batches and float32 for the sum over ranks: {8 * 1048:,} bytes" in shown
-    assert f"optimizer, two float32 moments, float32 main weights: {12 * 1048:,} bytes" in shown
+    shown = report(load_config(tiny, ["dtype=bfloat16", "optimizer.moments_dtype=bfloat16"]), 4)
+    assert f"weights, bfloat16: {2 * 1048:,} bytes" in shown
+    assert f"gradients for the sum over ranks, float32: {4 * (4 * 384 + 192):,} bytes" in shown
+    assert "as autograd leaves them" not in shown
+    assert f"main weights, float32: {4 * (384 + 192):,} bytes" in shown
+    assert f"moments, bfloat16: {2 * 2 * (384 + 192):,} bytes" in shown
+
+
+@pytest.mark.parametrize(("saved_rows", "num_buffers"), [("copy", 3 + 1), ("lease", 1 + 2), ("fetch", 4)])
+def test_row_buffers_of_the_dispatcher_count(tiny, saved_rows, num_buffers):
+    """One layer, 16 tokens of 2 choices: room for twice that, but not more than the pairs of all ranks."""
+    settings = ["parallel.expert=2", "parallel.dispatcher=rowwise", f"parallel.saved_rows={saved_rows}"]
+    shown = report(load_config(tiny, settings), 4)
+    tokens = 16 * 32 if saved_rows == "fetch" else 0
+    assert (
+        f"row buffers of the dispatcher, saved_rows = {saved_rows}: {num_buffers * 64 * 32 + tokens:,} bytes" in shown
+    )
+    assert "optimizer state of a rank: 1/4 of the dense parameters', 1/2 of its own experts'" in shown
+
+
+def test_of_a_large_world_the_first_and_the_last_ranks_are_shown(tiny):
+    settings = ["model.num_experts=64", "train.sequences_per_step=64"]
+    lines = report(load_config(tiny, settings), 64).splitlines()
+    assert "  rank 7: data 7 = expert_data 0 x expert 7; expert 7" in lines
+    assert "  ... 48 more ranks, in the same order ..." in lines
+    assert "  rank 56: data 56 = expert_data 0 x expert 56; expert 56" in lines
+    assert not any(line.startswith(("  rank 8:", "  rank 55:")) for line in lines)
+
+
+def test_the_order_of_the_parameters_is_that_of_the_model(tiny):
+    """Buckets are filled in this order, so their sizes depend on it."""
+    spec = load_config(tiny).model.to_spec(10, 16, None)
+    shapes = [(name, tuple(parameter.shape)) for name, parameter in build_model(spec).named_parameters()]
+    assert shapes == list(_parameter_shapes(spec).items())
 
 
 def test_the_parameters_are_all_tensors_but_the_selection_bias(tiny):

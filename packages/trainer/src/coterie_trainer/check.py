@@ -3,8 +3,11 @@
 import math
 from pathlib import Path
 
+import torch
 from coterie_export import ModelSpec, fitting_families
-from coterie_parallel import Plan, make_plan
+from coterie_parallel import DENSE, EXPERTS, OptimizerMemory, Plan, make_plan, optimizer_memory
+from coterie_parallel.dispatch.rowwise.buffers import peak_row_bytes
+from coterie_parallel.dispatch.rowwise.capacity import first_capacity
 
 from coterie_trainer.config import Config, ConfigError, config_problems
 from coterie_trainer.data.shards import read_index
@@ -12,6 +15,7 @@ from coterie_trainer.data.shards import read_index
 __all__ = ["active_parameters", "report"]
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_MOST_RANKS = 16
 
 
 def report(config: Config, world: int) -> str:
@@ -26,10 +30,12 @@ def report(config: Config, world: int) -> str:
         raise ConfigError(problems)
     plan = make_plan(config.parallel, world, num_experts=config.model.num_experts, top_k=config.model.top_k)
     spec = config.model.to_spec(vocab_size, config.data.sequence_length, None)
+    memory = _memory(config, spec, plan)
     sections = {
-        "plan": [*plan.describe().splitlines(), _experts_line(config, plan)],
+        "plan": [*plan.describe().splitlines(), _experts_line(config, plan), *_holds_lines(config, plan)],
         "model": _model_lines(config, spec, origin),
-        "memory of a rank, without activations": _memory_lines(config, spec, plan),
+        "memory of a rank, without activations": _memory_lines(config, spec, plan, memory),
+        "bytes that a rank sends in a step": _message_lines(config, spec, plan, memory),
         "step": _step_lines(config, plan),
     }
     return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections.items())
@@ -51,10 +57,13 @@ def _vocabulary(config: Config) -> tuple[int, str]:
     return config.data.vocab_size, f"data.vocab_size, as {folder} is not there yet"
 
 
-def _parameter_sizes(spec: ModelSpec) -> dict[str, int]:
-    shapes = spec.tensor_shapes()
+def _parameter_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     # The selection bias is state without a gradient: it is no parameter.
-    return {name: math.prod(shape) for name, shape in shapes.items() if not name.endswith(".selection_bias")}
+    return {name: shape for name, shape in spec.tensor_shapes().items() if not name.endswith(".selection_bias")}
+
+
+def _parameter_sizes(spec: ModelSpec) -> dict[str, int]:
+    return {name: math.prod(shape) for name, shape in _parameter_shapes(spec).items()}
 
 
 def _is_expert(name: str) -> bool:
@@ -83,20 +92,89 @@ def _model_lines(config: Config, spec: ModelSpec, vocabulary: str) -> list[str]:
     ]
 
 
-def _memory_lines(config: Config, spec: ModelSpec, plan: Plan) -> list[str]:
+def _holds_lines(config: Config, plan: Plan) -> list[str]:
+    """Say what each rank holds, of a large world the first and the last ranks."""
+    num_local = config.model.num_experts // plan.expert
+    lines = []
+    for rank in range(plan.world):
+        at = plan.coordinates(rank)
+        first, last = at.expert * num_local, (at.expert + 1) * num_local - 1
+        held = f"experts {first} to {last}" if last > first else f"expert {first}"
+        lines.append(f"rank {rank}: data {at.data} = expert_data {at.expert_data} x expert {at.expert}; {held}")
+    if len(lines) > _MOST_RANKS:
+        half = _MOST_RANKS // 2
+        lines[half:-half] = [f"... {len(lines) - 2 * half} more ranks, in the same order ..."]
+    dense, experts = (f"1/{parts}" if parts > 1 else "all" for parts in (plan.data, plan.expert_data))
+    return [*lines, f"optimizer state of a rank: {dense} of the dense parameters', {experts} of its own experts'"]
+
+
+def _memory(config: Config, spec: ModelSpec, plan: Plan) -> OptimizerMemory:
+    dtype = getattr(torch, config.dtype)
+    local = {}
+    for name, shape in _parameter_shapes(spec).items():
+        local[name] = ((shape[0] // plan.expert, *shape[1:]) if _is_expert(name) else shape, dtype)
+    placements = {name: EXPERTS if _is_expert(name) else DENSE for name in local}
+    return optimizer_memory(local, placements, plan, config.optimizer.to_adamw())
+
+
+def _memory_lines(config: Config, spec: ModelSpec, plan: Plan, memory: OptimizerMemory) -> list[str]:
     sizes = _parameter_sizes(spec)
     experts = sum(size for name, size in sizes.items() if _is_expert(name)) // plan.expert
     dense = sum(size for name, size in sizes.items() if not _is_expert(name))
-    count, dtype_bytes = dense + experts, _DTYPE_BYTES[config.dtype]
-    main_weights = "" if config.dtype == "float32" else ", float32 main weights"
+    buffers = _buffer_bytes(config, spec, plan)
     rows = {
-        f"parameters, {config.dtype}": count * dtype_bytes,
-        "gradients, float32 over micro-batches and float32 for the sum over ranks": count * 8,
-        f"optimizer, two float32 moments{main_weights}": count * (8 if config.dtype == "float32" else 12),
+        f"weights, {config.dtype}": memory.parameters,
+        "gradients as autograd leaves them, float32": memory.autograd_gradients,
+        "gradients for the sum over ranks, float32": memory.main_gradients,
+        "main weights, float32": memory.main_weights,
+        f"moments, {config.optimizer.moments_dtype}": memory.moments,
+        "counters": memory.counters,
+        "in passing, for the exchange of one bucket": memory.transient,
+        f"row buffers of the dispatcher, saved_rows = {config.parallel.saved_rows}": buffers,
     }
-    lines = [f"parameters: {count:,} = {dense:,} on every rank + {experts:,} of its own experts"]
-    lines += [f"{name}: {_size(size)}" for name, size in rows.items()]
-    return [*lines, f"sum: {_size(sum(rows.values()))}"]
+    return [
+        f"parameters: {dense + experts:,} = {dense:,} on every rank + {experts:,} of its own experts",
+        *(f"{name}: {_size(size)}" for name, size in rows.items() if size > 0),
+        f"sum: {_size(memory.total + buffers)}",
+    ]
+
+
+def _buffer_bytes(config: Config, spec: ModelSpec, plan: Plan) -> int:
+    """Return the bytes of the row-wise buffers as they begin; others have none of a fixed size."""
+    if config.parallel.dispatcher != "rowwise":
+        return 0
+    num_tokens = config.train.sequences_per_micro_batch * config.data.sequence_length
+    capacity = first_capacity(
+        config.parallel.capacity_factor,
+        num_tokens=num_tokens,
+        top_k=spec.top_k,
+        size=plan.expert,
+        num_local=spec.num_experts // plan.expert,
+        alignment=1,
+    )
+    return peak_row_bytes(
+        config.parallel.saved_rows,
+        num_layers=spec.num_layers - spec.num_dense_layers,
+        capacity=capacity,
+        num_tokens=num_tokens,
+        width=spec.d_model,
+        itemsize=_DTYPE_BYTES[config.dtype],
+    )
+
+
+def _message_lines(config: Config, spec: ModelSpec, plan: Plan, memory: OptimizerMemory) -> list[str]:
+    tokens = config.train.sequences_per_step * config.data.sequence_length // plan.data
+    layers = spec.num_layers - spec.num_dense_layers
+    # There and back in the forward and in the backward; a weight goes there and its gradient comes back.
+    row_bytes = 4 * spec.d_model * _DTYPE_BYTES[config.dtype] + 2 * 4
+    rows = tokens * spec.top_k * layers * (plan.expert - 1) // plan.expert
+    return [
+        f"gradients: {_size(memory.gradient_bytes_sent)}"
+        + (" in each micro-batch" if config.optimizer.gradient_sharding else ""),
+        f"new weights: {_size(memory.weight_bytes_sent)}",
+        f"collectives for both: {memory.num_messages}",
+        f"rows of the experts, with an even load: {_size(rows * row_bytes)} = {rows:,} rows x {row_bytes:,} bytes",
+    ]
 
 
 def _step_lines(config: Config, plan: Plan) -> list[str]:

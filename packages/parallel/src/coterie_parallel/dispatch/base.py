@@ -120,6 +120,13 @@ class Dispatcher(ABC):
         """Return a context for the forward pass of the experts on the rows of ``handle``: how autograd saves them."""
         return nullcontext()
 
+    def unsaved_rows(self) -> AbstractContextManager[object]:
+        """Return a context for dispatches whose rows nobody keeps for the backward pass, as it computes them again.
+
+        The rows last until the next dispatch, as without gradients.
+        """
+        return nullcontext()
+
     def counters(self) -> dict[str, Tensor]:
         """Return int64 scalars on the device; a back-end without buffers of a fixed size has none.
 

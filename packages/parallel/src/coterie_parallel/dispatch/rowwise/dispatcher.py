@@ -1,7 +1,8 @@
 """The row-wise dispatcher: rows go straight from their source to their final place in a peer's buffer."""
 
 import math
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ class RowwiseDispatcher(Dispatcher):
         super().__init__(num_experts=num_experts, axis=axis, alignment=alignment, options=options)
         self._exchange: RowExchange | None = None
         self._is_closed = False
+        self._keeps_rows = True
         self._started = ""
 
     @classmethod
@@ -95,6 +97,15 @@ class RowwiseDispatcher(Dispatcher):
     def saved_rows(self, handle: Shipment) -> AbstractContextManager[object]:
         """Return the context that the experts must run in; only "fetch" needs it."""
         return handle.keeping_rows()
+
+    @contextmanager
+    def unsaved_rows(self) -> Iterator[None]:
+        """See `Dispatcher.unsaved_rows`: no copy, no lease, and nothing to fetch."""
+        before, self._keeps_rows = self._keeps_rows, False
+        try:
+            yield
+        finally:
+            self._keeps_rows = before
 
     def counters(self) -> dict[str, Tensor]:
         """See `Dispatcher.counters`; none before the first dispatch."""
@@ -151,7 +162,7 @@ class RowwiseDispatcher(Dispatcher):
             self._exchange = None
 
     def _saved_rows(self, has_backward: bool) -> SavedRows | None:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or not self._keeps_rows:
             return None
         saved_rows = self.options.saved_rows
         # In a backward pass this is a recomputed forward, whose rows another graph will use; without a backward of the
