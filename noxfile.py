@@ -15,7 +15,7 @@ if shutil.which("uv") is None and importlib.util.find_spec("uv") is None:
 
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "uv"
-nox.options.sessions = ["lint", "layers", "types", "tests"]
+nox.options.sessions = ["lint", "layers", "types", "tests", "layouts"]
 nox.options.error_on_external_run = True
 
 ROOT = Path(__file__).parent
@@ -62,6 +62,13 @@ def tests(session: nox.Session, package: str) -> None:
     """Tests of one package with that package alone; the trainer has all five and transformers, and runs the rest."""
     install_for_tests(session, package)
     run_tests(session, package, session.posargs)
+
+
+@nox.session(reuse_venv=True)
+def layouts(session: nox.Session) -> None:
+    """Layout invariance: steps of small models in many layouts, on up to 8 processes, against one process."""
+    session.install(*editable(*PACKAGES), "--group", "test")
+    session.run("pytest", "tests/layouts", *session.posargs, env=TEST_ENVIRONMENT)
 
 
 @nox.session(reuse_venv=True, default=False)

@@ -17,6 +17,7 @@ from coterie_parallel.comparison import (
 )
 from coterie_parallel.conformance.report import main
 from coterie_parallel.dispatch import registry
+from coterie_parallel.dispatch.all_to_all import AllToAllDispatcher
 from coterie_parallel.dispatch.local import LocalDispatcher
 from coterie_parallel.local_ranks import run_on_local_ranks
 from torch import Tensor
@@ -46,6 +47,15 @@ class Copies(LocalDispatcher):
 
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
         return super().dispatch(x_TD.clone(), ids_TK, weights_TK)
+
+
+class FailsOnLast(AllToAllDispatcher):
+    """Is wrong on one rank, whose peer waits for it."""
+
+    def combine(self, rows_RD: Tensor, handle: Any) -> Tensor:
+        if self.axis.index == self.axis.size - 1:
+            raise RuntimeError("out of luck")
+        return super().combine(rows_RD, handle)
 
 
 @pytest.fixture
@@ -87,6 +97,9 @@ def test_a_shared_expert_runs_last_and_overlapped() -> None:
     rows = compare_dispatchers(Axis.single("expert"), ["local", "rowwise"], ["random"], sizes, 1)
     assert [row.dispatcher for row in rows] == ["local", "local + overlap", "rowwise", "rowwise + overlap"]
     assert all(row.agrees for row in rows)
+    # Those of the row-wise back-end on a CPU say nothing of a GPU.
+    assert [row.host_reads is None for row in rows] == [False, False, True, True]
+    assert [line.split()[-3] == "-" for line in comparison_table(rows).splitlines()[1:]] == [False] * 2 + [True] * 2
 
 
 def test_buffers_grow_before_anything_is_compared() -> None:
@@ -128,8 +141,8 @@ def test_every_fault_is_in_one_report() -> None:
 def test_the_conformance_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["local", "--ranks", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 19
-    assert "17 of 17 cases right" in lines[-1]
+    assert len(lines) == 21
+    assert "19 of 19 cases right" in lines[-1]
     assert main(["Doubles", "--ranks", "1", "--case", "uneven", "--case", "no_tokens"]) == 1
     text = capsys.readouterr().out
     assert "FAIL uneven" in text
@@ -144,9 +157,37 @@ def test_the_conformance_command_says_what_is_wrong(capsys: pytest.CaptureFixtur
         (["nobody"], "is unknown; known:"),
         (["local", "--ranks", "2"], "needs an expert degree of 1"),
         (["local", "--ranks", "0"], "must be at least 1"),
+        (["no_module_here:Theirs"], "No module named 'no_module_here'"),
+        ([f"{__name__}:DispatchSizes"], "must be a subclass of coterie_parallel.Dispatcher"),
+        (["local", "--option", "overflow=exact"], "overflow ('exact') does nothing"),
+        (["rowwise", "--option", "overflow=wait"], "overflow ('wait') must be one of"),
+        (
+            ["rowwise", "--option", "room=2"],
+            "--option ('room=2') must be KEY=VALUE with one of the keys overflow, capa",
+        ),
+        (["rowwise", "--option", "overlap=1"], "must have the value true or false"),
+        (["rowwise", "--option", "capacity_factor=much"], "could not convert string to float: 'much'"),
     ],
 )
 def test_the_conformance_command_refuses(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(arguments)
     assert text in capsys.readouterr().err
+
+
+def test_the_conformance_command_takes_a_class_and_options(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--option", "overflow=exact", "--option", "saved_rows=lease", "--option", "capacity_factor=1.0"]
+    name = "coterie_parallel.dispatch.rowwise.dispatcher:RowwiseDispatcher"
+    assert main([name, "--ranks", "1", "--case", "reuse", *options]) == 0
+    assert "1 of 1 cases right" in capsys.readouterr().out
+
+
+def test_ranks_that_do_not_meet_any_more_end_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [f"{__name__}:FailsOnLast", "--ranks", "2", "--timeout-s", "5"]
+    assert main([*arguments, "--case", "uneven", "--case", "no_tokens"]) == 1
+    text = capsys.readouterr().out
+    assert "FAIL uneven" in text
+    assert "uneven, rank 1: raises RuntimeError: out of luck" in text
+    assert "the ranks do not meet any more, so no further case is run" in text
+    assert "not run no_tokens" in text
+    assert "0 of 2 cases right" in text

@@ -119,6 +119,62 @@ class _OnlyUnaligned(LocalDispatcher):
         return None if alignment == 1 else f"alignment {alignment} is not there"
 
 
+class _ChangesTokens(LocalDispatcher):
+    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
+        sent = super().dispatch(x_TD.clone(), ids_TK, weights_TK.clone())
+        for changed in (x_TD.data, ids_TK, weights_TK.data):
+            changed.zero_()
+        return sent
+
+
+class _Raises(LocalDispatcher):
+    def combine(self, rows_RD: Tensor, handle: Any) -> Tensor:
+        raise KeyError("lost")
+
+
+class _OneWidth(LocalDispatcher):
+    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
+        self.width = getattr(self, "width", x_TD.shape[1])
+        assert x_TD.shape[1] == self.width, "another width"
+        return super().dispatch(x_TD, ids_TK, weights_TK)
+
+
+class _EightTimes(LocalDispatcher):
+    num_dispatches = 0
+
+    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
+        self.num_dispatches += 1
+        return super().dispatch(x_TD if self.num_dispatches <= 8 else 2 * x_TD, ids_TK, weights_TK)
+
+
+class _WantsContiguousRows(LocalDispatcher):
+    def combine(self, rows_RD: Tensor, handle: Any) -> Tensor:
+        return super().combine(rows_RD.as_strided(rows_RD.shape, (rows_RD.shape[1], 1)), handle)
+
+
+class _WrongWhenRecomputed(LocalDispatcher):
+    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
+        is_recomputed = torch._C._current_graph_task_id() != -1
+        return super().dispatch(2 * x_TD if is_recomputed else x_TD, ids_TK, weights_TK)
+
+
+class _TakesDetachedRows(LocalDispatcher):
+    def combine(self, rows_RD: Tensor, handle: Any) -> Tensor:
+        return super().combine(rows_RD if rows_RD.requires_grad else rows_RD.clone().requires_grad_(), handle)
+
+
+class _TakesAnyHandle(LocalDispatcher):
+    def combine(self, rows_RD: Tensor, handle: Any) -> Tensor:
+        return handle.owner.__class__.__base__.combine(handle.owner, rows_RD, handle)
+
+
+class _OtherErrors(LocalDispatcher):
+    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
+        if ids_TK.dtype != torch.int64:
+            raise TypeError("int64, please")
+        return super().dispatch(x_TD, ids_TK, weights_TK)
+
+
 @pytest.mark.parametrize(
     ("broken", "case", "problem"),
     [
@@ -135,6 +191,17 @@ class _OnlyUnaligned(LocalDispatcher):
         (_SharedBuffer, "uneven", "layer 0: gradient of the tokens through saved rows is wrong"),
         (_SharedBufferThatTells, "uneven", "rows that the experts saved for the backward pass were written over"),
         (_NoPartialGradients, "uneven", "uneven, layer 1, rank 0: y_TD is wrong"),
+        (_ChangesTokens, "uneven", "x_TD after the dispatch is wrong"),
+        (_ChangesTokens, "uneven", "ids_TK after the dispatch is wrong"),
+        (_ChangesTokens, "uneven", "weights_TK after the dispatch is wrong"),
+        (_Raises, "uneven", "uneven, rank 0: raises KeyError: 'lost'"),
+        (_OneWidth, "reuse", "reuse, rank 0: raises AssertionError: another width"),
+        (_EightTimes, "reuse", "reuse, batch 'long', layer 0, rank 0: rows_RD is wrong"),
+        (_WantsContiguousRows, "reuse", "rank 0: y_TD without gradients is wrong"),
+        (_WrongWhenRecomputed, "reuse", "layer 1: gradient of the tokens through recomputed rows is wrong"),
+        (_TakesDetachedRows, "refusals", "rows cut off from the graph: not refused with a ValueError"),
+        (_TakesAnyHandle, "refusals", "the handle of another dispatcher: not refused with a ValueError"),
+        (_OtherErrors, "refusals", "ids in int32: raises TypeError instead of ValueError: int64, please"),
         (_Drops, "uneven", "uneven: the options leave no room for all rows, 3 were dropped"),
         (_NeverEnough, "uneven", "uneven: still without room for all rows after 5 attempts: more room is needed"),
     ],
@@ -149,11 +216,20 @@ def test_options_reach_the_dispatcher() -> None:
     seen = []
 
     class Seen(LocalDispatcher):
+        @classmethod
+        def option_problems(cls, options: DispatchOptions, *, top_k: int | None = None) -> list[str]:
+            return options.problems(top_k)
+
         def close(self) -> None:
             seen.append(self.options)
 
     assert conformance_problems(Seen, Axis.single("expert"), cases=CASES[:2], options=options) == []
     assert seen == [options, options]
+
+
+def test_a_case_that_raises_does_not_keep_the_next_one_from_running() -> None:
+    found = conformance_problems(_Raises, Axis.single("expert"), cases=CASES[:2])
+    assert found == [f"{case.name}, rank 0: raises KeyError: 'lost'" for case in CASES[:2]]
 
 
 def test_no_case_has_the_name_of_another() -> None:

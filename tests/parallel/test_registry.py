@@ -1,8 +1,10 @@
+import sys
 from pathlib import Path
 
 import pytest
 from coterie_parallel import (
     Axis,
+    DispatchOptions,
     ParallelConfig,
     dispatcher_class,
     known_dispatchers,
@@ -10,6 +12,8 @@ from coterie_parallel import (
     make_plan,
 )
 from coterie_parallel.conformance import conformance_problems
+from coterie_parallel.dispatch import registry
+from coterie_parallel.dispatch.local import LocalDispatcher
 
 _PAIR = Axis(name="expert", size=2, index=0, group=None, ranks=(0, 1))
 
@@ -75,5 +79,29 @@ def test_a_name_claimed_twice_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_module_that_can_not_be_imported_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _install(tmp_path, "theirs = not_there_at_all:Theirs")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ImportError, match="not_there_at_all"):
+    message = r"'theirs'.*by the package 'someone-else' as not_there_at_all:Theirs.*No module named 'not_there_at_all'"
+    with pytest.raises(ImportError, match=message):
         dispatcher_class("theirs")
+
+
+def test_a_class_that_is_not_there_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _install(tmp_path, "theirs = someone_else:Theirs")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "someone_else", raising=False)
+    with pytest.raises(ValueError, match=r"'theirs'.*'someone-else'.*must be a subclass of.*someone_else:Theirs"):
+        dispatcher_class("theirs")
+
+
+class _NoOptions(LocalDispatcher):
+    def __init__(self, *, num_experts: int, axis: Axis, alignment: int = 1) -> None:
+        super().__init__(num_experts=num_experts, axis=axis, alignment=alignment)
+
+
+def test_options_for_a_class_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "dispatcher_class", lambda name: _NoOptions)
+    single = Axis.single("expert")
+    assert make_dispatcher("theirs", num_experts=2, axis=single, options=DispatchOptions()).num_experts == 2
+    with pytest.raises(
+        ValueError, match=r"dispatcher \('theirs'\) takes no options, got DispatchOptions\(.*leave them out"
+    ):
+        make_dispatcher("theirs", num_experts=2, axis=single, options=DispatchOptions(overlap=True))

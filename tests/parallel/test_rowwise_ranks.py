@@ -1,12 +1,12 @@
 """The row-wise dispatcher on several processes: options, growth and drops alike on all ranks, recompute, overlap."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from coterie_parallel import Axis, DispatchOptions, Mesh, ParallelConfig, make_dispatcher, make_plan
+from coterie_parallel import Axis, CollectiveError, DispatchOptions, Mesh, ParallelConfig, make_dispatcher, make_plan
 from coterie_parallel.conformance import CASES, conformance_problems
 from coterie_parallel.dispatch.rowwise.dispatcher import RowwiseDispatcher
 from support.interpreted import needs_triton, run_interpreted
@@ -30,6 +30,7 @@ class Found:
     grown: list[str | None]
     order: list[str]
     errors: list[str]
+    other_width: str
 
 
 def _checks(rank: int, world: int) -> Found:
@@ -50,6 +51,7 @@ def _checks(rank: int, world: int) -> Found:
             grown=_grown(axis),
             order=_order(axis),
             errors=_errors(axis),
+            other_width=_other_width(axis),
         )
 
 
@@ -192,6 +194,20 @@ def _errors(axis: Axis) -> list[str]:
     return found
 
 
+def _other_width(axis: Axis) -> str:
+    """Rank 1 alone comes with another width after the first dispatch."""
+    dispatcher = _rowwise(replace(axis, timeout_s=4.0))
+    ids_TK = torch.zeros(3, 1, dtype=torch.int64)
+    dispatcher.dispatch(torch.ones(3, 2), ids_TK, torch.ones(3, 1))
+    try:
+        dispatcher.dispatch(torch.ones(3, 2 + axis.index), ids_TK, torch.ones(3, 1))
+    except CollectiveError as error:
+        return str(error)
+    finally:
+        dispatcher.close()
+    return "nothing"
+
+
 @pytest.fixture(scope="module")
 def found() -> list[Found]:
     return run_ranks(_checks, 2, timeout_s=100)
@@ -231,6 +247,13 @@ def test_what_differs_between_ranks_is_named_on_all(found: list[Found]) -> None:
         assert top_k == "the top_k must be the same on all ranks of the 'expert' axis: rank 0 2, rank 1 1"
         assert options.startswith("the options must be the same on all ranks")
         assert "capacity_factor=2.0" in options
+
+
+def test_a_width_that_differs_later_is_said_to_be_a_difference(found: list[Found]) -> None:
+    # Rank 0 sees at once that rank 1 allocates; rank 1 then sees that rank 0 has closed.
+    assert "is at another place (it signalled 'allocate', for which this rank did not wait)" in found[0].other_width
+    assert "with tokens of one width and dtype" in found[0].other_width
+    assert "has closed its peer memory" in found[1].other_width
 
 
 @needs_triton

@@ -17,9 +17,11 @@ DEMO = str(Path(__file__).parents[2] / "configs" / "demo.toml")
 SURFACE = {
     "train": ["CONFIG", "--set", "--procs"],
     "check": ["CONFIG", "--set", "--world"],
+    "verify": ["CONFIG", "--set", "--layouts"],
     "tokenize": ["INPUT", "--out", "--tokenizer", "--vocab-size", "--held-out", "--field"],
     "export": ["RUN", "OUT", "--family", "--step", "--dtype", "--check"],
     "generate": ["PATH", "--prompt", "--max-new-tokens", "--temperature", "--seed"],
+    "bench": ["WHAT"],
 }
 
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from coterie_parallel.dispatch.options import DispatchOptions, OverflowPolicy, SavedRows
 from coterie_parallel.dispatch.registry import dispatcher_class, known_dispatchers
@@ -19,13 +20,15 @@ class ParallelConfig:
     """The layout that a user asks for.
 
     ``data = -1`` takes all ranks that are left by the pipeline; ``expert = -1`` spreads the experts over the whole
-    data axis. ``timeout_s`` is the time-out of every process group. The four settings after it are explained in
-    `DispatchOptions`.
+    data axis. With ``data_parallel = "resident"`` a rank computes with the weights that it holds; "fsdp" leaves it to
+    PyTorch's FSDP2 to shard them and to gather every layer for each micro-batch, experts included. ``timeout_s`` is the
+    time-out of every process group. The four settings after it are explained in `DispatchOptions`.
     """
 
     pipeline: int = 1
     data: int = REST
     expert: int = 1
+    data_parallel: Literal["resident", "fsdp"] = "resident"
     dispatcher: str = "all_to_all"
     timeout_s: float = 600.0
     overflow: OverflowPolicy = "grow"
@@ -52,6 +55,8 @@ class ParallelConfig:
         for name, degree in (("data", self.data), ("expert", self.expert)):
             if degree < 1 and degree != REST:
                 found.append(f"{name} ({degree}) must be at least 1, or -1 for the rest")
+        if self.data_parallel not in ("resident", "fsdp"):
+            found.append(f'data_parallel ("{self.data_parallel}") must be one of: resident, fsdp')
         if self.dispatcher not in known_dispatchers():
             found.append(f"dispatcher ({self.dispatcher!r}) is unknown; known: {', '.join(known_dispatchers())}")
         if not (0 < self.timeout_s < math.inf):
@@ -145,6 +150,8 @@ def plan_problems(
             f"start {product} ranks, or set data to -1 for the rest"
         )
     expert = data if config.expert == REST else config.expert
+    if config.data_parallel == "fsdp":
+        found += _fsdp_problems(config, data)
     if data % expert:
         found.append(
             f"expert ({expert}) must divide data ({data}), where world size ({world}), pipeline ({config.pipeline}); "
@@ -180,6 +187,18 @@ def make_plan(config: ParallelConfig, world: int, num_experts: int | None = None
     data = world // config.pipeline
     expert = data if config.expert == REST else config.expert
     return Plan(world=world, pipeline=config.pipeline, data=data, expert=expert, expert_data=data // expert)
+
+
+def _fsdp_problems(config: ParallelConfig, data: int) -> list[str]:
+    found = []
+    if config.expert != 1:
+        found.append(
+            f'expert ({config.expert}) must be 1 with data_parallel ("fsdp"), which gathers all experts on every rank; '
+            'or set data_parallel to "resident"'
+        )
+    if data == 1:
+        found.append('data (1) must be at least 2 with data_parallel ("fsdp"): one rank has nothing to shard')
+    return found
 
 
 def _nearest_divisors(number: int, wanted: int) -> str:

@@ -1,6 +1,9 @@
 """The command `coterie bench`: back-ends side by side on this machine."""
 
 import argparse
+import dataclasses
+import json
+from pathlib import Path
 
 from coterie_trainer.arguments import count, loading, names
 
@@ -55,6 +58,83 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
         help="also run a shared expert of this hidden width, after the others and overlapped with the exchange",
     )
     dispatch.set_defaults(run=_bench_dispatch)
+    _add_data_parallel(benches)
+
+
+def _add_data_parallel(benches: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = benches.add_parser(
+        "data-parallel",
+        help="resident experts against PyTorch's FSDP2, on CPU ranks",
+        description=(
+            "Runs whole training steps of one model on the same tokens, in turn: with resident experts, spread over\n"
+            "all ranks or on each of them, and with FSDP2, which gathers every layer for each micro-batch; its\n"
+            "gradients are summed over ranks in each micro-batch, or once in a step.\n\n"
+            "tokens/s     of all ranks, at the median time of a step\n"
+            "speed        time of fsdp over the time of this way, median over the rounds\n"
+            "sent         bytes of one rank in one step, counted at the collectives\n"
+            "predicted    the same by a formula\n"
+            "peak memory  most bytes of live tensors in a step: weights, gradients, optimizer, activations\n"
+            "losses       whether each is that of the first way, to a relative 1e-5"
+        ),
+        epilog="example:\n  coterie bench data-parallel --ranks 4 --experts 128 --top-k 4 --json out.json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for name, default, what in (
+        ("ranks", 4, "processes"),
+        ("experts", 128, "experts of a layer"),
+        ("top-k", 4, "choices of a token"),
+        ("width", 64, "numbers of a token"),
+        ("hidden", 128, "hidden width of an expert"),
+        ("layers", 2, "layers, each with experts"),
+        ("tokens", 512, "tokens of a rank in a micro-batch"),
+        ("accumulation", 4, "micro-batches of a step"),
+        ("repeats", 5, "timed steps of each way"),
+    ):
+        parser.add_argument(f"--{name}", type=count, default=default, metavar="N", help=f"{what} (default: {default})")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there too")
+    parser.set_defaults(run=_bench_data_parallel)
+
+
+def _bench_data_parallel(options: argparse.Namespace) -> int:
+    with loading():
+        import torch
+        from coterie_parallel.local_ranks import run_on_local_ranks
+
+        from coterie_trainer.data_parallel_bench import (
+            DataParallelSizes,
+            compare_data_parallel,
+            data_parallel_table,
+        )
+
+    sizes = DataParallelSizes(
+        num_experts=options.experts,
+        top_k=options.top_k,
+        width=options.width,
+        expert_hidden=options.hidden,
+        num_layers=options.layers,
+        num_tokens=options.tokens,
+        accumulation=options.accumulation,
+    )
+    if problems := sizes.problems(options.ranks):
+        raise ValueError("\n".join(problems))
+    print(
+        f"{options.ranks} CPU ranks; {sizes.num_layers} layers of {sizes.num_experts} experts of width "
+        f"{sizes.expert_hidden}, {sizes.top_k} for each token of width {sizes.width}, fp32; a step is "
+        f"{sizes.accumulation} x {sizes.num_tokens} tokens on each rank",
+        flush=True,
+    )
+    rows = run_on_local_ranks(compare_data_parallel, options.ranks, sizes, options.repeats)[0]
+    print(data_parallel_table(rows))
+    if options.json is not None:
+        record = {
+            "torch": torch.__version__,
+            "ranks": options.ranks,
+            "sizes": dataclasses.asdict(sizes),
+            "rows": [dataclasses.asdict(row) for row in rows],
+        }
+        options.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return 0 if all(row.agrees for row in rows) else 1
 
 
 def _bench_dispatch(options: argparse.Namespace) -> int:

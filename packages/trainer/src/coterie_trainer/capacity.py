@@ -29,6 +29,9 @@ class CapacityWatch:
 
     def __init__(self, dispatchers: Sequence[Dispatcher], mesh: Mesh, device: torch.device) -> None:
         self._dispatchers, self._mesh, self._device = list(dispatchers), mesh, device
+        for dispatcher in self._dispatchers:
+            # Before the first dispatch this says only that somebody will ask for an overflow.
+            dispatcher.grow()
         self._dropped_before = 0
         self._notes: list[str] = []
         self.rows_needed_max = 0

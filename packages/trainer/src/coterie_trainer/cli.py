@@ -1,4 +1,4 @@
-"""The command line: `coterie train`, `check`, `tokenize`, `export`, `generate` and `bench`."""
+"""The command line: `coterie train`, `check`, `verify`, `tokenize`, `export`, `generate` and `bench`."""
 
 import argparse
 import importlib.metadata
@@ -21,6 +21,7 @@ from coterie_trainer.launch import (
     launch_local,
     record_failure,
 )
+from coterie_trainer.verify.command import DETAILS, add_verify
 
 if TYPE_CHECKING:  # each command imports what it needs, so that `coterie --help` answers at once
     from coterie_trainer.config import Config
@@ -29,7 +30,7 @@ __all__ = ["main", "make_parser"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 2 after a fault of the input, 130 after an interrupt.
+    """Run one command and return its exit code: 0, 1 (a comparison failed), 2 (fault of the input), 130 (interrupt).
 
     Args:
         arguments: Command line without the program's name; None takes the process's own.
@@ -113,6 +114,16 @@ def make_parser() -> argparse.ArgumentParser:
         help="number of ranks to plan for (default: the smallest that the config allows)",
     )
     check.set_defaults(run=_check)
+
+    verify = command(
+        "verify",
+        "compare layouts of a config, scaled down, with one process",
+        DETAILS,
+        'coterie verify configs/demo.toml --layouts "data=4 expert=2 dispatcher=rowwise" "data=2 recompute=block"',
+        usage="CONFIG [--set TABLE.KEY=VALUE ...] [--layouts LAYOUT ...]",
+    )
+    _add_config(verify)
+    add_verify(verify)
 
     tokenize = command(
         "tokenize",

@@ -21,6 +21,7 @@ from coterie_trainer.bounds import above_zero as _above_zero
 from coterie_trainer.bounds import at_least as _at_least
 from coterie_trainer.optimizer_config import OptimizerConfig
 from coterie_trainer.reading import TableReader, apply_override, to_dict
+from coterie_trainer.recompute import combination_problems, name_problems
 
 __all__ = [
     "Config",
@@ -43,7 +44,7 @@ __all__ = [
 ]
 
 
-ExpertBackend = Literal["auto", "reference", "torch", "triton"]
+ExpertBackend = Literal["auto", "reference", "torch", "triton", "quack", "te"]
 _TABLES = ("model", "data", "train", "optimizer", "parallel", "checkpoint", "log")
 
 
@@ -215,6 +216,7 @@ class TrainConfig:
     ``sequences_per_step`` counts all ranks, ``sequences_per_micro_batch`` one rank. ``bias_rule`` trains the selection
     bias of a model that has one. ``assignment`` replaces the router's choice of experts, to measure the speed of a
     system under a known load: "uniform", "random", "zipf" with its exponent, or "hot" with the share of one expert.
+    ``recompute`` names what the backward computes again, to save memory: see `coterie_trainer.recompute`.
     """
 
     steps: int
@@ -229,6 +231,7 @@ class TrainConfig:
     assignment: Literal["uniform", "random", "zipf", "hot"] | None = None
     assignment_exponent: float = 1.0
     assignment_hot_share: float = 0.1
+    recompute: tuple[str, ...] = ()
     evaluate_every: int = 0
     evaluate_sequences: int = 0
 
@@ -239,6 +242,7 @@ class TrainConfig:
         rule = bias_rule(self)
         if rule is None and self.bias_rate is not None:
             found.append(f"bias_rate ({self.bias_rate}) belongs to a bias_rule, and there is none")
+        found += name_problems(self.recompute)
         return found + ([problem.replace("or None", 'or "none"') for problem in rule.problems()] if rule else [])
 
 
@@ -311,6 +315,9 @@ class Config:
                 f"optimizer: warmup_steps ({warmup}) + decay_steps ({decay}) must be at most train.steps ({steps}); "
                 f"decay_steps of {max(0, steps - warmup)} would work"
             )
+        found += [f"train: {problem}" for problem in combination_problems(self.train.recompute, self.parallel)]
+        if self.parallel.data_parallel == "fsdp":
+            found += [f"optimizer: {problem}" for problem in _fsdp_problems(self.optimizer)]
         return found + self._balancing_problems()
 
     def _balancing_problems(self) -> list[str]:
@@ -346,6 +353,22 @@ class Config:
         return found
 
 
+def _fsdp_problems(optimizer: OptimizerConfig) -> list[str]:
+    """Return a sentence for each setting of the optimizer that is there with resident weights only."""
+    only: dict[str, object] = {
+        "moments_dtype": "float32",
+        "muon": False,
+        "skip_outliers": False,
+        "gradient_dtype": "float32",
+        "gradient_sharding": False,
+    }
+    return [
+        f'{name} ({getattr(optimizer, name)}) needs parallel.data_parallel = "resident"; with "fsdp" only {value} works'
+        for name, value in only.items()
+        if getattr(optimizer, name) != value
+    ]
+
+
 def config_problems(config: Config, world: int | None, vocab_size: int | None = None) -> list[str]:
     """Return everything that keeps ``config`` from running on ``world`` ranks: each package's faults and cross checks.
 
@@ -376,7 +399,8 @@ def config_problems(config: Config, world: int | None, vocab_size: int | None = 
 def smallest_world(config: Config) -> int:
     """Return the smallest world that the parallel table allows: pipeline x data, each -1 as small as can be."""
     parallel = config.parallel
-    data = parallel.data if parallel.data >= 1 else max(1, parallel.expert)
+    least = 2 if parallel.data_parallel == "fsdp" else 1
+    data = parallel.data if parallel.data >= 1 else max(least, parallel.expert)
     return max(1, parallel.pipeline) * data
 
 

@@ -5,6 +5,8 @@ import torch.nn.functional as F
 from coterie_export import ModelSpec
 from torch import Tensor, nn
 
+from coterie_trainer.recompute import again
+
 __all__ = ["Attention", "AttentionContext", "FeedForward", "RMSNorm", "attention_context"]
 
 
@@ -65,10 +67,14 @@ def _rotate(x_BHSd: Tensor, context: AttentionContext) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions and optional QK-norm (per head, or over the whole width)."""
+    """Grouped-query attention with rotary positions and optional QK-norm (per head, or over the whole width).
 
-    def __init__(self, spec: ModelSpec, device: torch.device | str | None = None) -> None:
+    With ``recompute`` the backward computes all between the projections in and the projection out a second time.
+    """
+
+    def __init__(self, spec: ModelSpec, device: torch.device | str | None = None, *, recompute: bool = False) -> None:
         super().__init__()
+        self.recompute = recompute
         self.num_heads, self.num_kv_heads, self.head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         self.qk_norm = spec.qk_norm
         q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -84,11 +90,17 @@ class Attention(nn.Module):
     def forward(self, x_BSD: Tensor, context: AttentionContext) -> Tensor:
         """Mix positions of the same document; ``(B, S, D)`` in and out."""
         q, k, v = self.q(x_BSD), self.k(x_BSD), self.v(x_BSD)
+        mixed = again(self._mix, q, k, v, context) if self.recompute else self._mix(q, k, v, context)
+        out: Tensor = self.o(mixed)
+        return out
+
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
+        """Return the mixed values (B, S, width of all heads) of projections (B, S, width)."""
         if self.qk_norm == "width":
             q, k = self.q_norm(q), self.k_norm(k)
-        q = q.unflatten(-1, (self.num_heads, self.head_dim))
-        k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))
-        v = v.unflatten(-1, (self.num_kv_heads, self.head_dim))
+        q = q.view(*q.shape[:2], self.num_heads, self.head_dim)
+        k = k.view(*k.shape[:2], self.num_kv_heads, self.head_dim)
+        v = v.view(*v.shape[:2], self.num_kv_heads, self.head_dim)
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -96,8 +108,7 @@ class Attention(nn.Module):
         mixed = F.scaled_dot_product_attention(
             q, k, v, attn_mask=context.mask_B1SS, enable_gqa=self.num_kv_heads != self.num_heads
         )
-        out: Tensor = self.o(mixed.transpose(1, 2).flatten(2))
-        return out
+        return mixed.transpose(1, 2).flatten(2)
 
 
 class FeedForward(nn.Module):

@@ -1,17 +1,20 @@
 """The decoder: dense and mixture-of-experts blocks built from a `ModelSpec`, with the experts of this rank only."""
 
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from coterie_experts import GroupedExperts
 from coterie_export import ModelSpec
-from coterie_parallel import DENSE, EXPERTS, Axis, Dispatcher, DispatchOptions, Placement, make_dispatcher
-from coterie_routing import Assignment, Router, Routing
+from coterie_parallel import DENSE, EXPERTS, Axis, Dispatched, Dispatcher, DispatchOptions, Placement, make_dispatcher
+from coterie_routing import Assignment, ChoiceMemo, Router, Routing
 from torch import Tensor, nn
 
 from coterie_trainer.config import ExpertBackend, experts_config, router_config
 from coterie_trainer.layers import Attention, AttentionContext, FeedForward, RMSNorm, attention_context
+from coterie_trainer.recompute import SentAgain, again, name_problems
 
 __all__ = ["Decoder", "ModelOutput", "MoE", "build_model", "dispatchers", "placements"]
 
@@ -30,7 +33,10 @@ class ModelOutput:
 
 
 class MoE(nn.Module):
-    """Routed experts and an optional shared expert: route, dispatch, run the resident experts, combine."""
+    """Routed experts and an optional shared expert: route, dispatch, run the resident experts, combine.
+
+    ``recompute`` names what the backward computes again, see `coterie_trainer.recompute`; "block" is said by a memo.
+    """
 
     def __init__(
         self,
@@ -41,11 +47,17 @@ class MoE(nn.Module):
         first_expert: int = 0,
         num_local_experts: int | None = None,
         assignment: Assignment | None = None,
+        recompute: Collection[str] = (),
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.router = Router(router_config(spec, assignment), device=device)
+        routing = router_config(spec, assignment)
+        if "block" in recompute:
+            # The fused kernel takes no memo yet, and both passes must save the same tensors.
+            routing = replace(routing, backend="reference")
+        self.router = Router(routing, device=device)
         self.dispatcher = dispatcher
+        self.recomputes_experts, self.sends_again = "experts" in recompute, "dispatch" in recompute
         self.experts = GroupedExperts(
             experts_config(spec, backend=expert_backend),
             first_expert=first_expert,
@@ -54,29 +66,59 @@ class MoE(nn.Module):
         )
         self.shared = FeedForward(spec.d_model, spec.shared_hidden, device) if spec.shared_hidden else None
 
-    def forward(self, x_TD: Tensor, is_real_T: Tensor) -> tuple[Tensor, Routing]:
-        """Return the block's output (T, D) and its routing; padding (``is_real_T`` False) is not routed."""
-        routing = self.router(x_TD, is_real_T)
-        pending = self.dispatcher.dispatch_start(x_TD, routing.ids_TK, routing.weights_TK)
-        is_early = self.shared is not None and self.dispatcher.options.overlap
-        shared_TD = self.shared(x_TD) if self.shared is not None and is_early else None
-        dispatched = self.dispatcher.dispatch_finish(pending)
-        with self.dispatcher.saved_rows(dispatched.handle):
-            rows_RD = self.experts(dispatched.rows_RD, dispatched.row_weights_R, dispatched.offsets_e)
-        y_TD = self.dispatcher.combine(rows_RD, dispatched.handle)
-        if self.shared is not None and shared_TD is None:
-            shared_TD = self.shared(x_TD)
+    def forward(self, x_TD: Tensor, is_real_T: Tensor, memo: ChoiceMemo | None = None) -> tuple[Tensor, Routing]:
+        """Return the block's output (T, D) and its routing; padding (``is_real_T`` False) is not routed.
+
+        ``memo`` is given where the whole call is computed again in the backward: the second one routes as the first.
+        """
+        dispatcher = self.dispatcher
+        routing = self.router(x_TD, is_real_T, memo=memo)
+        sends_again = self.sends_again and torch.is_grad_enabled()
+        with dispatcher.unsaved_rows() if sends_again or memo is not None else nullcontext():
+            pending = dispatcher.dispatch_start(x_TD, routing.ids_TK, routing.weights_TK)
+        is_early = self.shared is not None and dispatcher.options.overlap
+        shared_TD = self._run_shared(x_TD) if is_early else None
+        dispatched = dispatcher.dispatch_finish(pending)
+        if sends_again:
+            sent = SentAgain(dispatcher, x_TD, routing.ids_TK, routing.weights_TK, dispatched.rows_RD)
+            arrived = dispatched._replace(rows_RD=sent.before(dispatched.rows_RD))
+            with sent.keeping():
+                rows_RD = self._run_experts(arrived)
+            rows_RD = sent.after(rows_RD)
+        else:
+            with dispatcher.saved_rows(dispatched.handle) if memo is None else nullcontext():
+                rows_RD = self._run_experts(dispatched)
+        y_TD = dispatcher.combine(rows_RD, dispatched.handle)
+        if self.shared is not None and not is_early:
+            shared_TD = self._run_shared(x_TD)
         return y_TD if shared_TD is None else y_TD + shared_TD, routing
+
+    def _run_experts(self, arrived: Dispatched) -> Tensor:
+        rows = arrived.rows_RD, arrived.row_weights_R, arrived.offsets_e
+        out_RD: Tensor = again(self.experts, *rows) if self.recomputes_experts else self.experts(*rows)
+        return out_RD
+
+    def _run_shared(self, x_TD: Tensor) -> Tensor:
+        assert self.shared is not None
+        out_TD: Tensor = again(self.shared, x_TD) if self.recomputes_experts else self.shared(x_TD)
+        return out_TD
 
 
 class Block(nn.Module):
     """One decoder layer, with the norm before each part ("pre") or after it ("post", the reordered norm of OLMo 2)."""
 
-    def __init__(self, spec: ModelSpec, feed_forward: FeedForward | MoE, device: torch.device | str | None) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        feed_forward: FeedForward | MoE,
+        device: torch.device | str | None,
+        *,
+        recompute: Collection[str] = (),
+    ) -> None:
         super().__init__()
         self.norm_first = spec.norm_placement == "pre"
         self.attention_norm = RMSNorm(spec.d_model, spec.norm_eps, device)
-        self.attention = Attention(spec, device)
+        self.attention = Attention(spec, device, recompute="attention" in recompute)
         self.mlp_norm = RMSNorm(spec.d_model, spec.norm_eps, device)
         self.is_moe = isinstance(feed_forward, MoE)
         if self.is_moe:
@@ -84,20 +126,24 @@ class Block(nn.Module):
         else:
             self.mlp = feed_forward
 
-    def forward(self, x_BSD: Tensor, context: AttentionContext, is_real_BS: Tensor) -> tuple[Tensor, Routing | None]:
-        """Return the new residual stream (B, S, D) and, for a MoE layer, its routing."""
+    def forward(
+        self, x_BSD: Tensor, context: AttentionContext, is_real_BS: Tensor, memo: ChoiceMemo | None = None
+    ) -> tuple[Tensor, Routing | None]:
+        """Return the new residual stream (B, S, D) and, for a MoE layer, its routing; ``memo`` as for `MoE`."""
         if self.norm_first:
             x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), context)
-            mixed, routing = self._feed_forward(self.mlp_norm(x_BSD), is_real_BS)
+            mixed, routing = self._feed_forward(self.mlp_norm(x_BSD), is_real_BS, memo)
             return x_BSD + mixed, routing
         x_BSD = x_BSD + self.attention_norm(self.attention(x_BSD, context))
-        mixed, routing = self._feed_forward(x_BSD, is_real_BS)
+        mixed, routing = self._feed_forward(x_BSD, is_real_BS, memo)
         return x_BSD + self.mlp_norm(mixed), routing
 
-    def _feed_forward(self, x_BSD: Tensor, is_real_BS: Tensor) -> tuple[Tensor, Routing | None]:
+    def _feed_forward(
+        self, x_BSD: Tensor, is_real_BS: Tensor, memo: ChoiceMemo | None
+    ) -> tuple[Tensor, Routing | None]:
         if not self.is_moe:
             return self.mlp(x_BSD), None
-        y_TD, routing = self.moe(x_BSD.flatten(0, 1), is_real_BS.flatten())
+        y_TD, routing = self.moe(x_BSD.flatten(0, 1), is_real_BS.flatten(), memo)
         return y_TD.view_as(x_BSD), routing
 
 
@@ -105,14 +151,24 @@ class Decoder(nn.Module):
     """A decoder-only language model whose parameter names and shapes are those of its `ModelSpec`.
 
     Build it on the meta device with `build_model`, which also materialises it; the experts held are those of this
-    rank, everything else is whole.
+    rank, everything else is whole. ``recompute`` names what the backward computes again.
     """
 
-    def __init__(self, spec: ModelSpec, feed_forwards: list[FeedForward | MoE], device: torch.device | str) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        feed_forwards: list[FeedForward | MoE],
+        device: torch.device | str,
+        *,
+        recompute: Collection[str] = (),
+    ) -> None:
         super().__init__()
         self.spec = spec
+        self.recomputes_blocks = "block" in recompute
         self.embed = nn.Embedding(spec.vocab_size, spec.d_model, device=device)
-        self.layers = nn.ModuleList([Block(spec, feed_forward, device) for feed_forward in feed_forwards])
+        self.layers = nn.ModuleList(
+            [Block(spec, feed_forward, device, recompute=recompute) for feed_forward in feed_forwards]
+        )
         self.norm = RMSNorm(spec.d_model, spec.norm_eps, device)
         if not spec.tied_embeddings:
             self.head = nn.Linear(spec.d_model, spec.vocab_size, bias=False, device=device)
@@ -129,7 +185,11 @@ class Decoder(nn.Module):
         x_BSD = self.embed(tokens_BS)
         routings: list[Routing] = []
         for layer in self.layers:
-            x_BSD, routing = layer(x_BSD, context, is_real_BS)
+            if self.recomputes_blocks and torch.is_grad_enabled():
+                draws = any(isinstance(one, Router) and one.config.jitter > 0 for one in layer.modules())
+                x_BSD, routing = again(layer, x_BSD, context, is_real_BS, ChoiceMemo(), preserve_rng=draws)
+            else:
+                x_BSD, routing = layer(x_BSD, context, is_real_BS)
             if routing is not None:
                 routings.append(routing)
         return ModelOutput(self.norm(x_BSD), routings)
@@ -158,6 +218,7 @@ def build_model(
     options: DispatchOptions | None = None,
     expert_backend: ExpertBackend = "auto",
     assignment: Assignment | None = None,
+    recompute: Sequence[str] = (),
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Decoder:
@@ -170,13 +231,14 @@ def build_model(
         options: of that back-end; None for the default ones.
         expert_backend: name of the expert kernels.
         assignment: decides the load in place of the routers; each layer has a seed of its own.
+        recompute: what the backward computes again, see `coterie_trainer.recompute`.
         device: where the parameters live.
         dtype: dtype of all parameters.
 
     Raises:
-        ValueError: the spec has faults, or the dispatcher is unknown or cannot run here.
+        ValueError: the spec or ``recompute`` has faults, or the dispatcher is unknown or cannot run here.
     """
-    problems = spec.problems()
+    problems = spec.problems() + name_problems(recompute)
     if problems:
         raise ValueError("\n".join(problems))
     axis = expert_axis if expert_axis is not None else Axis.single("expert")
@@ -195,10 +257,11 @@ def build_model(
             first_expert=axis.index * num_local_experts,
             num_local_experts=num_local_experts,
             assignment=None if assignment is None else replace(assignment, seed=assignment.seed + index),
+            recompute=recompute,
             device=meta,
         )
         feed_forwards.append(moe)
-    model = Decoder(spec, feed_forwards, meta)
+    model = Decoder(spec, feed_forwards, meta, recompute=recompute)
     for parameter in model.parameters():  # not Module.to: buffers such as the selection bias stay fp32
         parameter.data = parameter.data.to(dtype)
     return model.to_empty(device=device)

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
-from coterie_parallel import Mesh, Optimizer, all_reduce_sum
+from coterie_parallel import Mesh, all_reduce_sum
 from coterie_routing import (
     LoadSums,
     RequiredBias,
@@ -33,7 +34,21 @@ from coterie_trainer.config import TrainConfig, bias_rule
 from coterie_trainer.data.dataset import Batch
 from coterie_trainer.model import Decoder, dispatchers
 
-__all__ = ["StepResult", "Stepper", "cross_entropy_sum", "evaluate"]
+__all__ = ["StepOptimizer", "StepResult", "Stepper", "cross_entropy_sum", "evaluate"]
+
+
+class StepOptimizer(Protocol):
+    """What a step needs of `coterie_parallel.Optimizer`, or of another in its place."""
+
+    def zero_grad(self) -> None:
+        """Forget the gradients of all parameters."""
+
+    def micro_batch(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Say which micro-batch the one backward inside belongs to."""
+
+    def step(self, learning_rate: float | None = None, *, loss: Tensor | None = None) -> Tensor:
+        """Update every parameter and return the global gradient norm before clipping."""
+
 
 _IGNORED = -1
 _BATCHES_BETWEEN_STOPS = 8
@@ -91,7 +106,7 @@ class Stepper:
         capacity: runs the gradients of a step again when rows found no room, and counts the load of the buffers.
     """
 
-    def __init__(self, model: Decoder, optimizer: Optimizer, mesh: Mesh, config: TrainConfig) -> None:
+    def __init__(self, model: Decoder, optimizer: StepOptimizer, mesh: Mesh, config: TrainConfig) -> None:
         self.model, self.optimizer, self.mesh, self.config = model, optimizer, mesh, config
         spec = model.spec
         self.device = model.embed.weight.device
@@ -117,7 +132,7 @@ class Stepper:
         step_targets, step_tokens = totals.clamp(min=1).unbind()
 
         sums = self.capacity.fit(lambda: self._accumulate(batches, step_targets, step_tokens))
-        gradient_norm = self.optimizer.step(learning_rate)
+        gradient_norm = self.optimizer.step(learning_rate, loss=sums.loss / step_targets)
         result = self._result(sums.loss, sums.layers, totals, gradient_norm, stop_requested)
         self._train_selection_bias(sums.required)
         return result
@@ -128,12 +143,13 @@ class Stepper:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         layer_sums: list[LoadSums] | None = None
         required: list[RequiredBias] | None = None
-        for batch in batches:
+        for number, batch in enumerate(batches, start=1):
             output = self.model(batch.tokens_BS, batch.document_ids_BS)
             batch_loss = cross_entropy_sum(self.model, output.hidden_BSD, batch.targets_BS)
             auxiliary = self._auxiliary(output.routings, step_tokens, num_sequences=len(batch.tokens_BS))
             objective = batch_loss / step_targets + auxiliary
-            torch.autograd.backward(objective)
+            with self.optimizer.micro_batch(is_last=number == len(batches)):
+                torch.autograd.backward(objective)
             loss_sum += batch_loss.detach()
             seen = [routing.sums.detach() for routing in output.routings]
             layer_sums = _added(layer_sums, seen)

@@ -14,6 +14,7 @@ from torch import Tensor
 from coterie_trainer.checkpoint import Checkpoints, global_tensors
 from coterie_trainer.config import Config, ConfigError, assignment, config_problems
 from coterie_trainer.data.dataset import EvaluationBatches, Sequences, TrainBatches, has_tokens, open_split, prefetch
+from coterie_trainer.fsdp import FsdpOptimizer, shard_model, sharded_tensors
 from coterie_trainer.initialization import initialize
 from coterie_trainer.launch import Process, StopRequest, distributed
 from coterie_trainer.metrics import EvaluationRecord, Reporter, StepRecord
@@ -78,6 +79,7 @@ class Run:
 
     def __init__(self, config: Config, mesh: Mesh, device: torch.device) -> None:
         self.config, self.mesh = config, mesh
+        self.dtype = getattr(torch, config.dtype)
         train, data = config.train, mesh.axis("data")
         self.train_split = open_split(config.data.path, "train")
         has_held_out = has_tokens(config.data.path, "held_out")
@@ -99,13 +101,14 @@ class Run:
             options=config.parallel.dispatch_options(),
             expert_backend=config.model.expert_backend,
             assignment=assignment(train),
+            recompute=train.recompute,
             device=device,
-            dtype=getattr(torch, config.dtype),
+            # FSDP2 keeps fp32 weights and gathers them in the dtype of the run.
+            dtype=torch.float32 if config.parallel.data_parallel == "fsdp" else self.dtype,
         )
         initialize(self.model, seed=config.seed, std=config.model.init_std)
-        accumulate_in_fp32(self.model.parameters())
         self.placements = placements(self.model)
-        self.optimizer = Optimizer(self.model.named_parameters(), self.placements, mesh, adamw_config(config))
+        self.optimizer = self._optimizer()
         self.stepper = Stepper(self.model, self.optimizer, mesh, train)
         self.checkpoints = Checkpoints(config.run_folder, mesh.axis("world"), keep=config.checkpoint.keep)
         self.step = 0
@@ -156,8 +159,13 @@ class Run:
     def tensors(self) -> dict[str, Tensor | Chunk]:
         """Return all that a checkpoint holds, under global names, sharing memory with the live state."""
         self.optimizer.wait_for_weights()
-        local = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
-        found = global_tensors(local, self.placements, self.mesh.axis("expert"))
+        found: dict[str, Tensor | Chunk]
+        if isinstance(self.optimizer, FsdpOptimizer):
+            shards = sharded_tensors(self.model, self.mesh, self.dtype)
+            found = {f"model/{name}": tensor for name, tensor in shards.items()}
+        else:
+            local = {f"model/{name}": tensor for name, tensor in self.model.state_dict().items()}
+            found = global_tensors(local, self.placements, self.mesh.axis("expert"))
         found.update(self.optimizer.global_state())
         found["trainer/load_LE"] = self.stepper.load_LE
         found["trainer/tokens_seen"] = torch.tensor(self.tokens_seen)
@@ -178,6 +186,15 @@ class Run:
         assert isinstance(tokens_seen, Tensor)
         self.stepper.load_LE, self.tokens_seen = load_LE, int(tokens_seen)
         self.step = step
+
+    def _optimizer(self) -> Optimizer | FsdpOptimizer:
+        """Return what sums gradients and updates the weights, which are laid out for that first."""
+        settings = adamw_config(self.config)
+        if self.config.parallel.data_parallel == "fsdp":
+            shard_model(self.model, self.mesh, dtype=self.dtype)
+            return FsdpOptimizer(self.model, self.mesh, settings, dtype=self.dtype)
+        accumulate_in_fp32(self.model.parameters())
+        return Optimizer(self.model.named_parameters(), self.placements, self.mesh, settings)
 
     def _rate(self) -> float:
         optimizer = self.config.optimizer

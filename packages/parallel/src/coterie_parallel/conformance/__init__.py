@@ -1,7 +1,7 @@
 """The conformance suite of dispatchers: run it on a back-end of your own.
 
 On every rank of an expert axis call ``conformance_problems("my_backend", axis)``. An empty list on every rank means
-that the back-end keeps the contract, bit for bit.
+that the back-end keeps the contract, bit for bit. Or run ``python -m coterie_parallel.conformance module:Class``.
 """
 
 from coterie_parallel.conformance.cases import CASES, Case, Tokens, make_tokens

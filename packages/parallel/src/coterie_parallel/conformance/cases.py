@@ -15,7 +15,9 @@ class Case:
 
     ``num_tokens`` is repeated over the ranks. ``routing`` names the experts that may be chosen: any, not_second (never
     expert 1), first_rank, same_rank (all choices of a token on one rank) or last (one expert). ``routed`` is the share
-    of pairs that are routed.
+    of pairs that are routed. ``kind`` names what is done with it: batch (an instance of its own), reuse (one instance
+    for batches of several sizes, without gradients and in recomputed forward passes) or refusals (wrong arguments, then
+    the batch).
     """
 
     name: str
@@ -28,6 +30,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     routing: str = "any"
     routed: float = 1.0
+    kind: str = "batch"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +63,8 @@ CASES = (
     Case(name="aligned_128", why="padding longer than the rows", alignment=128, top_k=3),
     Case(name="bfloat16", why="sums in fp32, rows in bf16", dtype=torch.bfloat16, top_k=4),
     Case(name="longer", why="more rows than a block of threads", num_tokens=(129, 64, 0, 65), top_k=4, routed=0.9),
+    Case(name="reuse", why="one instance for batches that differ in T, K and D", top_k=4, kind="reuse"),
+    Case(name="refusals", why="what is wrong is a ValueError, and does no harm", kind="refusals"),
 )
 
 

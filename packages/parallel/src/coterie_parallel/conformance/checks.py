@@ -1,22 +1,27 @@
 """Run a dispatcher on the cases and compare every output and every gradient with the reference, bit for bit."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from coterie_parallel.axis import Axis
+from coterie_parallel.collectives import all_gather_objects
 from coterie_parallel.conformance.cases import CASES, Case, Tokens, make_tokens
 from coterie_parallel.conformance.reference import Layout, reference_combine, reference_layout, reference_rows
 from coterie_parallel.dispatch import Dispatched, Dispatcher, DispatchOptions, dispatcher_class
 
-__all__ = ["case_problems", "conformance_problems"]
+__all__ = ["case_problems", "conformance_problems", "guarded_case_problems"]
 
 NUM_LAYERS = 2
 # An overflow in a later layer may show only once the earlier ones have room.
 NUM_ATTEMPTS = 2 * NUM_LAYERS + 1
+# Beginnings of problems that are of all layers and ranks.
+_WHOLE = ("still without", "the options leave")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +32,7 @@ class _Layer:
     layout: Layout
     x_TD: Tensor
     weights_TK: Tensor
+    ids_TK: Tensor
     dispatched: Dispatched
     sent: tuple[Tensor, Tensor, Tensor]
     rows_RD: Tensor
@@ -50,7 +56,38 @@ def conformance_problems(
         options: handed to the dispatcher; None for the default ones. Nothing may be dropped with them.
     """
     chosen = dispatcher_class(dispatcher) if isinstance(dispatcher, str) else dispatcher
-    return [problem for case in cases for problem in case_problems(chosen, case, axis, device, options)]
+    problems: list[str] = []
+    for case in cases:
+        found, goes_on = guarded_case_problems(chosen, case, axis, device, options)
+        problems += found
+        if not goes_on:
+            break
+    return problems
+
+
+def guarded_case_problems(
+    dispatcher: type[Dispatcher],
+    case: Case,
+    axis: Axis,
+    device: torch.device | str = "cpu",
+    options: DispatchOptions | None = None,
+) -> tuple[list[str], bool]:
+    """Return the problems of `case_problems`, an error among them, and whether the ranks can go on to the next case."""
+    rank = axis.ranks[axis.index]
+    try:
+        problems = case_problems(dispatcher, case, axis, device, options)
+    except Exception as error:
+        problems = [f"{case.name}, rank {rank}: raises {type(error).__name__}: {error}"]
+    if axis.size == 1:
+        return problems, True
+    try:
+        # Where a rank left an exchange, its peers are still in it and this does not match.
+        names = all_gather_objects(case.name, axis)
+    except Exception as error:
+        names = [str(error)]
+    if names == [case.name] * axis.size:
+        return problems, True
+    return [*problems, f"{case.name}, rank {rank}: the ranks do not meet any more, so no further case is run"], False
 
 
 def case_problems(
@@ -65,36 +102,117 @@ def case_problems(
     Two layers run forward, then backward in reverse order, as in a model, so that buffers a back-end uses again show;
     the second one in two parts. Two more have experts that save their rows. After an overflow all is run again, as in
     training. Nothing is compared before all communication is over: a fault on one rank does not leave others waiting.
+
+    With ``kind = "reuse"`` one instance does that for several batches, each also without gradients and recomputed. With
+    ``kind = "refusals"`` the instance is given wrong arguments first.
     """
     num_experts = case.experts_per_rank * axis.size
     reason = dispatcher.supports(num_experts=num_experts, expert_degree=axis.size, alignment=case.alignment)
     if reason is not None:
         return [f"{case.name}: not supported: {reason}"]
     given = {} if options is None else {"options": options}
-    instance = dispatcher(num_experts=num_experts, axis=axis, alignment=case.alignment, **given)
+
+    def make() -> Dispatcher:
+        return dispatcher(num_experts=num_experts, axis=axis, alignment=case.alignment, **given)
+
+    instance = make()
+    problems = []
     try:
-        for _ in range(NUM_ATTEMPTS):
-            layers = [_forward(instance, case, axis, number, device) for number in range(NUM_LAYERS)]
-            gradients = [_backward(layer, axis) for layer in reversed(layers)][::-1]
-            squares = _square_experts(instance, case, axis, device)
-            instance.check()
-            grown = instance.grow()
-            if grown is None:
-                break
+        # Says that an overflow is asked for.
+        instance.grow()
+        if case.kind == "refusals":
+            other = make()
+            try:
+                problems += _refusal_problems(instance, other, case, axis, device)
+            finally:
+                other.close()
+        for one in _batches(case, options):
+            problems += _batch_problems(instance, one, axis, device, more=case.kind == "reuse")
         dropped = instance.counters().get("rows_dropped", torch.zeros(())).item()
     finally:
         instance.close()
-    if grown is not None:
-        return [f"{case.name}: still without room for all rows after {NUM_ATTEMPTS} attempts: {grown}"]
     if dropped:
-        return [f"{case.name}: the options leave no room for all rows, {dropped} were dropped"]
+        problems = [f"the options leave no room for all rows, {dropped} were dropped"]
+    return [f"{case.name}{':' if problem.startswith(_WHOLE) else ','} {problem}" for problem in problems]
+
+
+def _batches(case: Case, options: DispatchOptions | None) -> list[Case]:
+    """Return the batches of a case, whose numbers come from their names."""
+    if case.kind != "reuse":
+        return [case]
+    longest = replace(case, name="long", num_tokens=(33, 8, 0, 20))
+    others = [replace(case, name="wide", width=12), replace(case, name="half", dtype=torch.bfloat16)]
+    if options is not None and options.overflow == "drop":
+        # K must stay, and the first batch decides for how many rows there is room.
+        return [longest, *others]
+    fewer = replace(case, name="fewer choices", top_k=1, num_tokens=(0, 7))
+    return [fewer, longest, *others, replace(case, name="nobody", num_tokens=(0,)), replace(longest, top_k=2)]
+
+
+def _batch_problems(instance: Dispatcher, case: Case, axis: Axis, device: Any, *, more: bool) -> list[str]:
+    for _ in range(NUM_ATTEMPTS):
+        layers = [_forward(instance, case, axis, number, device) for number in range(NUM_LAYERS)]
+        gradients = [_backward(layer, axis) for layer in reversed(layers)][::-1]
+        others = _square_experts(instance, case, axis, device)
+        if more:
+            others += _square_experts(instance, case, axis, device, recomputes=True)
+            others += _without_gradients(instance, case, axis, device)
+        instance.check()
+        grown = instance.grow()
+        if grown is None:
+            break
+    else:
+        return [f"still without room for all rows after {NUM_ATTEMPTS} attempts: {grown}"]
+    rank, where = axis.ranks[axis.index], f"batch {case.name!r}, " if more else ""
     problems = [
-        f"layer {number}, rank {axis.ranks[axis.index]}: {problem}"
+        f"layer {number}, rank {rank}: {problem}"
         for number, (layer, gradient) in enumerate(zip(layers, gradients, strict=True))
         for problem in _layer_problems(layer, gradient, axis)
     ]
-    problems += [f"rank {axis.ranks[axis.index]}: {problem}" for problem in squares]
-    return [f"{case.name}, {problem}" for problem in problems]
+    return [where + problem for problem in problems + [f"rank {rank}: {problem}" for problem in others]]
+
+
+def _refusal_problems(instance: Dispatcher, other: Dispatcher, case: Case, axis: Axis, device: Any) -> list[str]:
+    """Return what is not refused; every rank gives the same wrong arguments, so none waits for another."""
+    # Spread evenly, so that buffers of the least size do.
+    ids_TK = (torch.arange(8, device=device) * instance.num_experts // 8).view(2, 4).t().contiguous()
+    weights_TK = torch.ones(4, 2, device=device)
+    x_TD = torch.ones(4, 8, device=device, requires_grad=True)
+    good = (x_TD, ids_TK, weights_TK)
+    sent = instance.dispatch(*good)
+    foreign = other.dispatch(*good)
+    rows_RD = sent.rows_RD
+    wrong: dict[str, Callable[[], object]] = {
+        "tokens that are no matrix": lambda: instance.dispatch(x_TD[0], ids_TK, weights_TK),
+        "integer tokens": lambda: instance.dispatch(x_TD.long(), ids_TK, weights_TK),
+        "ids in int32": lambda: instance.dispatch(x_TD, ids_TK.int(), weights_TK),
+        "ids of fewer tokens": lambda: instance.dispatch(x_TD, ids_TK[:3], weights_TK[:3]),
+        "weights in float64": lambda: instance.dispatch(x_TD, ids_TK, weights_TK.double()),
+        "weights of fewer choices": lambda: instance.dispatch(x_TD, ids_TK, weights_TK[:, :1]),
+        "rows cut off from the graph": lambda: instance.combine(rows_RD.detach().clone(), sent.handle),
+        "one row too many": lambda: instance.combine(torch.cat([rows_RD, rows_RD.new_zeros(1, 8)]), sent.handle),
+        "the handle of another dispatcher": lambda: instance.combine(foreign.rows_RD, foreign.handle),
+    }
+    # Ids may be read on the CPU, where that is free; elsewhere `grow` tells.
+    if torch.device(device).type == "cpu":
+        wrong["an id that is no expert"] = lambda: instance.dispatch(x_TD, ids_TK + instance.num_experts, weights_TK)
+    problems = []
+    for what, call in wrong.items():
+        try:
+            call()
+        except ValueError:
+            continue
+        except Exception as error:
+            problems.append(f"{what}: raises {type(error).__name__} instead of ValueError: {error}")
+            continue
+        problems.append(f"{what}: not refused with a ValueError")
+    # Refused calls do no harm: the first dispatch can still be combined.
+    y_TD = instance.combine(rows_RD, sent.handle)
+    (grad_x_TD,) = torch.autograd.grad(y_TD.sum(), x_TD)
+    instance.grow()
+    other.grow()
+    problems += _difference("after refused calls: gradient of the tokens", grad_x_TD, torch.full((4, 8), 2.0))
+    return [f"rank {axis.ranks[axis.index]}: {problem}" for problem in problems]
 
 
 def _forward(instance: Dispatcher, case: Case, axis: Axis, number: int, device: Any) -> _Layer:
@@ -107,9 +225,11 @@ def _forward(instance: Dispatcher, case: Case, axis: Axis, number: int, device: 
         alignment=case.alignment,
     )
     own = batch[axis.index]
-    x_TD = own.x_TD.to(device).requires_grad_()
-    weights_TK = own.weights_TK.to(device).requires_grad_()
-    arguments = (x_TD, own.ids_TK.to(device), weights_TK)
+    # Copies: a back-end that changes what it is given must not change what it is compared with.
+    x_TD = own.x_TD.to(device, copy=True).requires_grad_()
+    weights_TK = own.weights_TK.to(device, copy=True).requires_grad_()
+    ids_TK = own.ids_TK.to(device, copy=True)
+    arguments = (x_TD, ids_TK, weights_TK)
     in_parts = number % 2 == 1
     if in_parts:
         dispatched = instance.dispatch_finish(instance.dispatch_start(*arguments))
@@ -131,6 +251,7 @@ def _forward(instance: Dispatcher, case: Case, axis: Axis, number: int, device: 
         layout=layout,
         x_TD=x_TD,
         weights_TK=weights_TK,
+        ids_TK=ids_TK,
         dispatched=dispatched,
         sent=sent,
         rows_RD=rows_RD,
@@ -152,16 +273,26 @@ def _backward(layer: _Layer, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
     return grad_rows_RD, grad_x_TD, grad_weights_TK
 
 
-def _square_experts(instance: Dispatcher, case: Case, axis: Axis, device: Any) -> list[str]:
+def _square_experts(
+    instance: Dispatcher, case: Case, axis: Axis, device: Any, *, recomputes: bool = False
+) -> list[str]:
     """Run two layers whose experts square their rows, and return what is wrong with the gradients of the tokens."""
+
+    def layer(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        dispatched = instance.dispatch(x_TD, ids_TK, weights_TK)
+        with instance.saved_rows(dispatched.handle):
+            rows_RD = dispatched.rows_RD * dispatched.rows_RD
+        return instance.combine(rows_RD, dispatched.handle)
+
     passed = []
     for number in range(NUM_LAYERS):
         own = make_tokens(case, degree=axis.size, source=axis.index, layer=number)
         x_TD = own.x_TD.to(device).requires_grad_()
-        dispatched = instance.dispatch(x_TD, own.ids_TK.to(device), own.weights_TK.to(device))
-        with instance.saved_rows(dispatched.handle):
-            rows_RD = dispatched.rows_RD * dispatched.rows_RD
-        passed.append((own, x_TD, instance.combine(rows_RD, dispatched.handle)))
+        given = (x_TD, own.ids_TK.to(device), own.weights_TK.to(device))
+        # torch gives checkpoint no types.
+        run: Callable[..., Tensor] = partial(checkpoint, layer, use_reentrant=False) if recomputes else layer
+        y_TD = run(*given)
+        passed.append((own, x_TD, y_TD))
     loss = torch.stack([(y_TD * own.grad_y_TD.to(device)).sum() for own, _, y_TD in passed]).sum()
     try:
         found = torch.autograd.grad(loss, [x_TD for _, x_TD, _ in passed])
@@ -175,8 +306,21 @@ def _square_experts(instance: Dispatcher, case: Case, axis: Axis, device: Any) -
         upstream_TKD = own.grad_y_TD.unsqueeze(1).expand_as(x_TKD)
         (expected_TKD,) = torch.autograd.grad(((x_TKD * x_TKD) * upstream_TKD).sum(), x_TKD)
         expected_TD = reference_combine(expected_TKD, own.ids_TK)
-        problems += _difference(f"layer {number}: gradient of the tokens through saved rows", grad_x_TD, expected_TD)
+        how = "recomputed" if recomputes else "saved"
+        problems += _difference(f"layer {number}: gradient of the tokens through {how} rows", grad_x_TD, expected_TD)
     return problems
+
+
+def _without_gradients(instance: Dispatcher, case: Case, axis: Axis, device: Any) -> list[str]:
+    """Run one layer without gradients, whose experts give their rows column by column in memory."""
+    own = make_tokens(case, degree=axis.size, source=axis.index)
+    weights_TK = own.weights_TK.to(device).requires_grad_()
+    with torch.no_grad():
+        dispatched = instance.dispatch(own.x_TD.to(device), own.ids_TK.to(device), weights_TK)
+        rows_RD = dispatched.rows_RD.t().contiguous().t()
+        y_TD = instance.combine(rows_RD, dispatched.handle)
+    x_TKD = own.x_TD.unsqueeze(1).expand(-1, own.ids_TK.shape[1], -1)
+    return _difference("y_TD without gradients", y_TD, reference_combine(x_TKD, own.ids_TK))
 
 
 def _fill(like_R: Tensor, layout: Layout, values: list[Tensor]) -> Tensor:
@@ -198,7 +342,13 @@ def _layer_problems(layer: _Layer, gradients: tuple[Tensor, Tensor, Tensor], axi
         return [getattr(tokens, name).unsqueeze(1).expand(-1, choices, -1) for tokens in layer.batch]
 
     routed_TK = own.ids_TK >= 0
+    given = {
+        "x_TD after the dispatch": (layer.x_TD, own.x_TD),
+        "ids_TK after the dispatch": (layer.ids_TK, own.ids_TK),
+        "weights_TK after the dispatch": (layer.weights_TK, own.weights_TK),
+    }
     expected = {
+        **given,
         "offsets_e": (offsets_e, torch.tensor(layout.offsets_e, dtype=torch.int32)),
         "rows_RD": (rows_RD[:used], reference_rows(layout, by_pair("x_TD"))),
         "row_weights_R": (

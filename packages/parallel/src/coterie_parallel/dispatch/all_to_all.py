@@ -10,7 +10,7 @@ from coterie_parallel.collectives import exchange_rows
 from coterie_parallel.dispatch.base import Dispatched, Dispatcher
 from coterie_parallel.dispatch.options import DispatchOptions, unused_problems
 from coterie_parallel.dispatch.order import Segments, SortedPairs, pad_rows, segments, sort_pairs, sum_choices
-from coterie_parallel.dispatch.route import combine, dispatch, takes_backward
+from coterie_parallel.dispatch.route import check_handle, combine, dispatch, takes_backward
 
 __all__ = ["AllToAllDispatcher"]
 
@@ -23,6 +23,7 @@ class _ExchangeRoute:
     received: Sequence[int]
     axis: Axis
     has_backward: bool
+    owner: Dispatcher
 
     @property
     def num_rows(self) -> int:
@@ -77,10 +78,12 @@ class AllToAllDispatcher(Dispatcher):
             received=received_se.sum(1).tolist(),
             axis=self.axis,
             has_backward=takes_backward(x_TD, weights_TK),
+            owner=self,
         )
         rows_RD, row_weights_R = dispatch(x_TD, weights_TK, route)
         return Dispatched(rows_RD, row_weights_R, route.placed.offsets_e, route)
 
     def combine(self, rows_RD: Tensor, handle: _ExchangeRoute) -> Tensor:
         """See `Dispatcher.combine`."""
+        check_handle(getattr(handle, "owner", None) is self, handle)
         return combine(rows_RD, handle)

@@ -38,8 +38,12 @@ class Dispatcher(ABC):
     A back-end may use its buffers again: without gradients rows last until the next dispatch, and a gradient that a
     backward pass hands to rows lasts until the next exchange.
 
+    A handle goes to `combine` of the dispatcher that gave it. Under gradients it is combined once: a back-end may have
+    one place for the gradients of its rows. A call that is refused leaves the dispatcher as it was.
+
     Both can be called in two parts, start and finish, with other work between them; a back-end that has no use for that
-    inherits parts that do everything in the first. A start is finished before the next one.
+    inherits parts that do everything in the first. A start is finished before the next one, unless what it returned is
+    given up, as by a recomputed forward pass that stops early, on all ranks alike.
 
     Args:
         num_experts: E, all experts of the layer.
@@ -48,8 +52,11 @@ class Dispatcher(ABC):
         options: the wishes of the user; each back-end says which of them it has a use for.
 
     Raises:
-        ValueError: with the reason given by `supports`, or for options with problems.
+        ValueError: with the reason given by `supports`, or what `option_problems` says of the options.
     """
+
+    reads_host_on_gpu = True
+    """Whether the host reads tensors on a GPU as on a CPU; False where it does so on a CPU only, as that is free."""
 
     def __init__(
         self, *, num_experts: int, axis: Axis, alignment: int = 1, options: DispatchOptions | None = None
@@ -64,8 +71,9 @@ class Dispatcher(ABC):
         if alignment < 1:
             raise ValueError(f"alignment ({alignment}) must be at least 1; 1, 16 and 128 are usual")
         options = DispatchOptions() if options is None else options
-        if options.problems():
-            raise ValueError("\n".join(options.problems()))
+        problems = self.option_problems(options)
+        if problems:
+            raise ValueError("\n".join(problems))
         self.num_experts = num_experts
         self.axis = axis
         self.alignment = alignment
@@ -96,7 +104,12 @@ class Dispatcher(ABC):
 
     @abstractmethod
     def combine(self, rows_RD: Tensor, handle: Any) -> Tensor:
-        """Bring the rows back and return y_TD in their dtype: the plain fp32 sum, in k order, of a token's K rows."""
+        """Bring the rows back and return y_TD in their dtype: the plain fp32 sum, in k order, of a token's K rows.
+
+        Raises:
+            ValueError: for another number of rows, rows that are cut off from the graph, or a handle that is not one of
+                this dispatcher.
+        """
 
     def dispatch_start(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Any:
         """Begin a `dispatch` and return what `dispatch_finish` needs."""
@@ -142,6 +155,9 @@ class Dispatcher(ABC):
 
     def grow(self) -> str | None:
         """Make room after an overflow; all ranks of the axis call together, at the end of a step.
+
+        A call before the first dispatch, which does nothing else, says that the caller will ask; to one that never
+        has, a back-end may give a warning where rows found no room.
 
         Returns:
             None if nothing overflowed. Else a sentence to be shown, and the caller throws away what it computed since

@@ -8,7 +8,7 @@ from torch import Tensor
 from coterie_parallel.dispatch.base import Dispatched, Dispatcher
 from coterie_parallel.dispatch.options import DispatchOptions, unused_problems
 from coterie_parallel.dispatch.order import Segments, SortedPairs, pad_rows, segments, sort_pairs, sum_choices
-from coterie_parallel.dispatch.route import combine, dispatch, takes_backward
+from coterie_parallel.dispatch.route import check_handle, combine, dispatch, takes_backward
 
 __all__ = ["LocalDispatcher"]
 
@@ -19,6 +19,7 @@ class _LocalRoute:
     placed: Segments
     row_TK: Tensor
     has_backward: bool
+    owner: Dispatcher
 
     @property
     def num_rows(self) -> int:
@@ -70,10 +71,12 @@ class LocalDispatcher(Dispatcher):
             placed=placed,
             row_TK=row_N.view(ids_TK.shape),
             has_backward=takes_backward(x_TD, weights_TK),
+            owner=self,
         )
         rows_RD, row_weights_R = dispatch(x_TD, weights_TK, route)
         return Dispatched(rows_RD, row_weights_R, placed.offsets_e, route)
 
     def combine(self, rows_RD: Tensor, handle: _LocalRoute) -> Tensor:
         """See `Dispatcher.combine`."""
+        check_handle(getattr(handle, "owner", None) is self, handle)
         return combine(rows_RD, handle)

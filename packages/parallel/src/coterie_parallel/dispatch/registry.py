@@ -1,5 +1,6 @@
 """Find a dispatcher by its name: the built-in ones, and those that installed packages register."""
 
+import inspect
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
@@ -29,7 +30,7 @@ def dispatcher_class(name: str) -> type[Dispatcher]:
 
     Raises:
         ValueError: for an unknown name, a name that two packages claim, or an entry that is no `Dispatcher`.
-        ImportError: if the module of the dispatcher can not be imported.
+        ImportError: if the module of the dispatcher can not be imported; names the package that registers it.
     """
     registered = _registered()
     if name not in registered:
@@ -37,10 +38,21 @@ def dispatcher_class(name: str) -> type[Dispatcher]:
     targets = registered[name]
     if len(targets) > 1:
         raise ValueError(f"dispatcher ({name!r}) is registered more than once: {', '.join(targets)}; uninstall one")
-    module, _, attribute = targets[0].partition(":")
-    found = getattr(import_module(module), attribute)
+    ((target, package),) = targets.items()
+    module, _, attribute = target.partition(":")
+    try:
+        imported = import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"dispatcher ({name!r}) is registered by the package {package!r} as {target}, which can not be imported: "
+            f"{error}; repair or uninstall that package"
+        ) from error
+    found = getattr(imported, attribute, None)
     if not (isinstance(found, type) and issubclass(found, Dispatcher)):
-        raise ValueError(f"dispatcher ({name!r}) must be a subclass of coterie_parallel.Dispatcher, got {targets[0]}")
+        raise ValueError(
+            f"dispatcher ({name!r}) of the package {package!r} must be a subclass of coterie_parallel.Dispatcher, got "
+            f"{target}"
+        )
     return found
 
 
@@ -52,17 +64,20 @@ def make_dispatcher(
     Raises:
         ValueError: for a name that is not known or a back-end that can not run here; there is no fallback.
     """
+    made_by = dispatcher_class(name)
     # A class that was written without options is not handed the default ones.
     given = {} if options is None or options == DispatchOptions() else {"options": options}
-    return dispatcher_class(name)(num_experts=num_experts, axis=axis, alignment=alignment, **given)
+    parameters = inspect.signature(made_by).parameters
+    if given and "options" not in parameters and all(one.kind != one.VAR_KEYWORD for one in parameters.values()):
+        raise ValueError(f"dispatcher ({name!r}) takes no options, got {options}; leave them out")
+    return made_by(num_experts=num_experts, axis=axis, alignment=alignment, **given)
 
 
-def _registered() -> dict[str, list[str]]:
-    targets = {name: [target] for name, target in _BUILT_IN.items()}
+def _registered() -> dict[str, dict[str, str]]:
+    """Return by name the targets that claim it, each with the package that registers it."""
+    targets = {name: {target: "coterie-parallel"} for name, target in _BUILT_IN.items()}
     found: tuple[EntryPoint, ...] = tuple(entry_points(group=ENTRY_POINT_GROUP))
     for entry in found:
-        claims = targets.setdefault(entry.name, [])
         # An editable install next to a wheel can list the same entry twice; that is no conflict.
-        if entry.value not in claims:
-            claims.append(entry.value)
+        targets.setdefault(entry.name, {}).setdefault(entry.value, entry.dist.name if entry.dist else "unknown")
     return targets

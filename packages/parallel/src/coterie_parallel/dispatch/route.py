@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function, FunctionCtx, once_differentiable
 
-__all__ = ["Route", "check_rows", "combine", "dispatch", "takes_backward"]
+__all__ = ["Route", "check_handle", "check_rows", "combine", "dispatch", "takes_backward"]
 
 
 class Route(Protocol):
@@ -54,6 +54,15 @@ def combine(rows_RD: Tensor, route: Route) -> Tensor:
     check_rows(rows_RD, num_rows=route.num_rows, has_backward=route.has_backward)
     y_TD: Tensor = _Combine.apply(rows_RD, route)
     return y_TD
+
+
+def check_handle(is_own: bool, handle: object) -> None:
+    """Raise ValueError unless the handle ``is_own``: of a dispatch of the dispatcher that combines."""
+    if not is_own:
+        raise ValueError(
+            "the handle must be the one that a dispatch of this dispatcher returned, but it is of another: "
+            f"{type(handle).__name__}"
+        )
 
 
 def check_rows(rows_RD: Tensor, *, num_rows: int, has_backward: bool) -> None:

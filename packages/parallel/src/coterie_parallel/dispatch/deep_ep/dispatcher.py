@@ -16,7 +16,7 @@ from coterie_parallel.dispatch.deep_ep.package import find_package, pick_surface
 from coterie_parallel.dispatch.deep_ep.transport import Transport
 from coterie_parallel.dispatch.deep_ep.trip import Trip, collect_finish, collect_start, send_finish, send_start
 from coterie_parallel.dispatch.options import DispatchOptions
-from coterie_parallel.dispatch.route import check_rows, takes_backward
+from coterie_parallel.dispatch.route import check_handle, check_rows, takes_backward
 
 __all__ = ["DeepEPDispatcher"]
 
@@ -162,6 +162,7 @@ class DeepEPDispatcher(Dispatcher):
 
     def combine_start(self, rows_RD: Tensor, handle: Trip) -> tuple[Tensor, Trip]:
         """See `Dispatcher.combine_start`."""
+        check_handle(isinstance(handle, Trip) and handle.transport is self._transport, handle)
         check_rows(rows_RD, num_rows=handle.num_rows, has_backward=handle.has_backward)
         if rows_RD.dtype != torch.bfloat16:
             raise ValueError(f"dtype of rows_RD ({rows_RD.dtype}) must be torch.bfloat16 with DeepEP; cast the rows")

@@ -31,7 +31,7 @@ class Trip:
     """
 
     def __init__(self, transport: Transport, ids_TK: Tensor, *, fits: bool, fp8: bool, has_backward: bool) -> None:
-        self._transport = transport
+        self.transport = transport
         self._num_tokens = ids_TK.shape[0]
         self._fits = fits
         self._fp8 = fp8
@@ -48,7 +48,7 @@ class Trip:
     def start_send(self, x_TD: Tensor, weights_TK: Tensor) -> None:
         """Start the dispatch."""
         x_TD, weights_TK = self._sent(x_TD), self._sent(weights_TK)
-        self._start(self._transport.send(to_fp8(x_TD) if self._fp8 else x_TD, self._ids_TK, weights_TK))
+        self._start(self.transport.send(to_fp8(x_TD) if self._fp8 else x_TD, self._ids_TK, weights_TK))
 
     def finish_send(self) -> Arrived:
         """Wait for the dispatch."""
@@ -59,7 +59,7 @@ class Trip:
 
     def start_send_again(self, x_TD: Tensor) -> None:
         """Start the cached dispatch of other tokens."""
-        self._start(self._transport.send_again(self._sent(x_TD), self._way))
+        self._start(self.transport.send_again(self._sent(x_TD), self._way))
 
     def finish_send_again(self) -> Tensor:
         """Wait for the cached dispatch; rows_RD."""
@@ -69,7 +69,7 @@ class Trip:
     def start_collect(self, rows_RD: Tensor, row_weights_R: Tensor | None) -> None:
         """Start the way back."""
         weights_R = None if row_weights_R is None else row_weights_R.contiguous()
-        self._start(self._transport.collect(rows_RD.contiguous(), weights_R, self._way))
+        self._start(self.transport.collect(rows_RD.contiguous(), weights_R, self._way))
 
     def finish_collect(self) -> tuple[Tensor, Tensor | None]:
         """Wait for the way back; y_TD, and the values of the pairs if weights were given."""

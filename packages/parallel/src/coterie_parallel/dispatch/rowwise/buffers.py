@@ -8,7 +8,8 @@ tokens of this rank:
     lease        (L + 2) * C * r    0               the rows of each layer stay where they came
     fetch        4 * C * r          L * T * r       the tokens of each layer, where nothing else keeps them
 
-All have one buffer for outputs and one for gradients that come; "copy" one for the rows that come, "lease" one for each
+All have one buffer for what a rank lays out for others to read ("offered": outputs, and gradients of rows in the
+backward pass) and one for gradients that come; "copy" one for the rows that come, "lease" one for each
 layer, and "fetch" one for rows that come and one for rows that come again. Besides, each layer keeps the weights of its
 rows (4 * C bytes) and the places of its pairs (12 * T * K bytes), and buffers of a weight for each row take 8 * C.
 Gradients have a buffer of their own because a recomputed forward pass may send rows while gradients are in use.
@@ -43,13 +44,13 @@ def peak_row_bytes(
 class Lease:
     """A buffer of rows that belongs to one dispatch until it is given back.
 
-    ``rows`` is its tensor; ``kind`` and ``number`` say which one it is, ``round`` of which capacity.
+    ``rows`` is its tensor; ``kind`` and ``number`` say which one it is, ``generation`` of which capacity.
     """
 
     rows: PeerTensor
     kind: _Kind
     number: int
-    round: int
+    generation: int
 
 
 class Buffers:
@@ -65,13 +66,13 @@ class Buffers:
 
     def __init__(self, peers: PeerMemory, capacity: int) -> None:
         self._peers = peers
-        self._round = 0
+        self._generation = 0
         self.resize(capacity)
 
     def resize(self, capacity: int) -> None:
         """Forget all tensors of C rows; who still holds one keeps its memory."""
         self.capacity = capacity
-        self._round += 1
+        self._generation += 1
         self._tensors: dict[tuple[str, int, torch.dtype], PeerTensor] = {}
         self._pool: dict[_Kind, list[PeerTensor]] = {}
         self._holders: dict[_Kind, list[weakref.ref[Lease] | None]] = {}
@@ -89,16 +90,16 @@ class Buffers:
         kind = (width, dtype)
         pool, holders = self._pool.setdefault(kind, []), self._holders.setdefault(kind, [])
         if None not in holders:
-            pool.append(self._peers.allocate("rows", (self.capacity, width), dtype))
+            pool.append(self._allocate("rows", (self.capacity, width), dtype))
             holders.append(None)
         number = holders.index(None)
-        lease = Lease(rows=pool[number], kind=kind, number=number, round=self._round)
+        lease = Lease(rows=pool[number], kind=kind, number=number, generation=self._generation)
         holders[number] = weakref.ref(lease)
         return lease
 
     def give_back(self, lease: Lease) -> None:
         """Let others have a leased buffer; one of an earlier capacity is not used again."""
-        if lease.round == self._round:
+        if lease.generation == self._generation:
             self._holders[lease.kind][lease.number] = None
 
     def held(self) -> list[bool]:
@@ -119,8 +120,13 @@ class Buffers:
     def _tensor(self, purpose: str, width: int, shape: tuple[int, ...], dtype: torch.dtype) -> PeerTensor:
         key = (purpose, width, dtype)
         if key not in self._tensors:
-            self._tensors[key] = self._peers.allocate(purpose, shape, dtype)
+            self._tensors[key] = self._allocate(purpose, shape, dtype)
         return self._tensors[key]
+
+    def _allocate(self, purpose: str, shape: tuple[int, ...], dtype: torch.dtype) -> PeerTensor:
+        # What is made under inference mode could not be used in a training step that follows.
+        with torch.inference_mode(False), torch.no_grad():
+            return self._peers.allocate(purpose, shape, dtype)
 
 
 def alias(tensor: PeerTensor, num_rows: int) -> Tensor:

@@ -23,7 +23,8 @@ def first_capacity(
 
     More than all pairs of all ranks are never needed. The result is a multiple of the alignment.
     """
-    rows = min(math.ceil(capacity_factor * num_tokens * top_k), size * num_tokens * top_k)
+    # The least of both factors first: a huge one has a product that is no number.
+    rows = min(math.ceil(min(capacity_factor, size) * num_tokens * top_k), size * num_tokens * top_k)
     return _round_up(max(1, rows) + num_local * (alignment - 1), alignment)
 
 

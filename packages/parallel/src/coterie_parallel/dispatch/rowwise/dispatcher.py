@@ -1,8 +1,12 @@
 """The row-wise dispatcher: rows go straight from their source to their final place in a peer's buffer."""
 
 import math
+import sys
+import warnings
+import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,14 +15,26 @@ from coterie_parallel.axis import Axis
 from coterie_parallel.collectives import all_gather_objects, all_reduce_max, barrier
 from coterie_parallel.dispatch.base import Dispatched, Dispatcher
 from coterie_parallel.dispatch.options import DispatchOptions, SavedRows
-from coterie_parallel.dispatch.route import check_rows, takes_backward
+from coterie_parallel.dispatch.route import check_handle, check_rows, takes_backward
 from coterie_parallel.dispatch.rowwise.exchange import RowExchange
 from coterie_parallel.dispatch.rowwise.peers import make_peers
-from coterie_parallel.dispatch.rowwise.shipment import Shipment
+from coterie_parallel.dispatch.rowwise.shipment import Shipment, is_in_backward
 
 __all__ = ["RowwiseDispatcher"]
 
-_Pending = tuple[Shipment, Tensor, Tensor]
+_NO_ROOM = (
+    "rows found no room in an earlier dispatch, and what was computed since is wrong; call grow() at the end of each "
+    "step and repeat the step when it returns a sentence"
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Pending:
+    """A dispatch or combine between its start and its finish."""
+
+    what: str
+    shipment: Shipment
+    tensors: tuple[Tensor, ...]
 
 
 class RowwiseDispatcher(Dispatcher):
@@ -31,6 +47,9 @@ class RowwiseDispatcher(Dispatcher):
     "lease", as nothing tells when they are no longer needed.
 
     On a GPU ids are not read by the host: ids outside [-1, E) are not routed, and `grow` raises for them.
+
+    Rows that found no room are a warning, as nothing else tells who does not call `grow`: on a CPU in the next dispatch
+    until `grow` was called for the first time, and in `close` where no error is being handled.
     """
 
     kernels = "auto"
@@ -40,10 +59,13 @@ class RowwiseDispatcher(Dispatcher):
         self, *, num_experts: int, axis: Axis, alignment: int = 1, options: DispatchOptions | None = None
     ) -> None:
         super().__init__(num_experts=num_experts, axis=axis, alignment=alignment, options=options)
+        self.reads_host_on_gpu = self.options.overflow == "exact"
         self._exchange: RowExchange | None = None
         self._is_closed = False
         self._keeps_rows = True
-        self._started = ""
+        self._warns = True
+        # Weak, so that what was given up between start and finish is not waited for.
+        self._started: weakref.ref[_Pending] | None = None
 
     @classmethod
     def supports(cls, *, num_experts: int, expert_degree: int, alignment: int) -> str | None:
@@ -65,34 +87,36 @@ class RowwiseDispatcher(Dispatcher):
     def dispatch_start(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> _Pending:
         """Send the rows of this rank."""
         self.check_arguments(x_TD, ids_TK, weights_TK, reads_ids=x_TD.device.type == "cpu")
-        self._begin("dispatch")
+        self._check_idle("dispatch")
         exchange = self._ready(x_TD, ids_TK)
+        if self._warns and exchange.peers.device.type == "cpu" and exchange.counters.overflowed:
+            self._warns = False
+            warnings.warn(_NO_ROOM, stacklevel=2)
         with torch.no_grad():
             plan, num_rows = exchange.place(exchange.announce(ids_TK, weights_TK.detach()))
         has_backward = takes_backward(x_TD, weights_TK)
         shipment = Shipment(
             exchange, plan, num_rows=num_rows, has_backward=has_backward, saved_rows=self._saved_rows(has_backward)
         )
-        rows_RD, row_weights_R = shipment.send(x_TD, weights_TK)
-        return shipment, rows_RD, row_weights_R
+        return self._begin("dispatch", shipment, shipment.send(x_TD, weights_TK))
 
     def dispatch_finish(self, pending: _Pending) -> Dispatched:
         """Wait for the rows of all peers."""
-        self._end("dispatch")
-        shipment, rows_RD, row_weights_R = pending
-        return Dispatched(*shipment.arrive(rows_RD, row_weights_R), shipment.offsets_e, shipment)
+        self._end("dispatch", pending)
+        shipment = pending.shipment
+        return Dispatched(*shipment.arrive(*pending.tensors), shipment.offsets_e, shipment)
 
-    def combine_start(self, rows_RD: Tensor, handle: Shipment) -> tuple[Shipment, Tensor]:
+    def combine_start(self, rows_RD: Tensor, handle: Shipment) -> _Pending:
         """Lay out the rows of this rank's experts for their sources."""
+        self._check_idle("combine")
+        check_handle(isinstance(handle, Shipment) and handle.exchange is self._exchange, handle)
         check_rows(rows_RD, num_rows=handle.num_rows, has_backward=handle.has_backward)
-        self._begin("combine")
-        return handle, handle.offer(rows_RD)
+        return self._begin("combine", handle, (handle.offer(rows_RD),))
 
-    def combine_finish(self, pending: tuple[Shipment, Tensor]) -> Tensor:
+    def combine_finish(self, pending: _Pending) -> Tensor:
         """Wait for the rows of all peers and sum those of each token."""
-        self._end("combine")
-        shipment, token_RD = pending
-        return shipment.collect(token_RD)
+        self._end("combine", pending)
+        return pending.shipment.collect(*pending.tensors)
 
     def saved_rows(self, handle: Shipment) -> AbstractContextManager[object]:
         """Return the context that the experts must run in; only "fetch" needs it."""
@@ -126,6 +150,7 @@ class RowwiseDispatcher(Dispatcher):
 
     def grow(self) -> str | None:
         """See `Dispatcher.grow`; reads the device once."""
+        self._warns = False
         exchange = self._exchange
         if exchange is None:
             return None
@@ -146,20 +171,27 @@ class RowwiseDispatcher(Dispatcher):
         barrier(self.axis)
         before = buffers.capacity
         room = exchange.num_tokens
-        exchange.grow(needed, num_tokens)
+        with torch.inference_mode(False), torch.no_grad():
+            exchange.grow(needed, num_tokens)
         load = f"{num_tokens:,} tokens on a rank" if num_tokens > room else f"{needed:,} rows on a rank"
+        said = f"row-wise buffers of {before:,} rows had no room for {load} and now hold {buffers.capacity:,}"
         factor = math.ceil(100 * buffers.capacity / (exchange.num_tokens * exchange.top_k)) / 100
-        return (
-            f"row-wise buffers of {before:,} rows had no room for {load} and now hold {buffers.capacity:,}; "
-            f"capacity_factor = {factor:g} starts with that"
-        )
+        # A first batch of this size never has a buffer for more than all its pairs.
+        reaches = exchange.first_capacity(factor) >= buffers.capacity
+        return f"{said}; capacity_factor = {factor:g} starts with that" if reaches else said
 
     def close(self) -> None:
         """See `Dispatcher.close`."""
-        self._is_closed = True
-        if self._exchange is not None:
-            self._exchange.peers.close()
-            self._exchange = None
+        exchange, self._exchange, self._is_closed = self._exchange, None, True
+        if exchange is None:
+            return
+        is_lost = False
+        # After an error nobody needs to be told, and a device that failed has no value to give.
+        with suppress(RuntimeError):
+            is_lost = sys.exc_info()[0] is None and bool(exchange.counters.overflowed)
+        exchange.peers.close()
+        if is_lost:
+            warnings.warn(_NO_ROOM, stacklevel=2)
 
     def _saved_rows(self, has_backward: bool) -> SavedRows | None:
         if not torch.is_grad_enabled() or not self._keeps_rows:
@@ -167,22 +199,34 @@ class RowwiseDispatcher(Dispatcher):
         saved_rows = self.options.saved_rows
         # In a backward pass this is a recomputed forward, whose rows another graph will use; without a backward of the
         # dispatch nothing would end the lease.
-        is_recomputed = torch._C._current_graph_task_id() != -1
-        return "copy" if saved_rows == "lease" and (is_recomputed or not has_backward) else saved_rows
+        return "copy" if saved_rows == "lease" and (is_in_backward() or not has_backward) else saved_rows
 
-    def _begin(self, what: str) -> None:
-        if self._started:
-            raise ValueError(f"finish the {self._started} that was started before the next {what}")
-        self._started = what
-
-    def _end(self, what: str) -> None:
-        if self._started != what:
-            raise ValueError(f"there is no {what} to finish: {self._started or 'nothing'} was started")
-        self._started = ""
-
-    def _ready(self, x_TD: Tensor, ids_TK: Tensor) -> RowExchange:
+    def _check_idle(self, what: str) -> None:
         if self._is_closed:
             raise ValueError("this dispatcher is closed; make a new one")
+        started = self._pending()
+        if started is not None:
+            raise ValueError(f"finish the {started.what} that was started before the next {what}")
+
+    def _begin(self, what: str, shipment: Shipment, tensors: tuple[Tensor, ...]) -> _Pending:
+        pending = _Pending(what=what, shipment=shipment, tensors=tensors)
+        self._started = weakref.ref(pending)
+        return pending
+
+    def _end(self, what: str, pending: _Pending) -> None:
+        if self._is_closed:
+            raise ValueError("this dispatcher is closed; make a new one")
+        started = self._pending()
+        if started is None or started is not pending or started.what != what:
+            raise ValueError(
+                f"there is no {what} to finish: {'nothing' if started is None else started.what} was started"
+            )
+        self._started = None
+
+    def _pending(self) -> _Pending | None:
+        return None if self._started is None else self._started()
+
+    def _ready(self, x_TD: Tensor, ids_TK: Tensor) -> RowExchange:
         if self._exchange is None:
             self._exchange = self._first_exchange(x_TD, ids_TK)
         if self.options.overflow == "drop" and ids_TK.shape[1] != self._exchange.top_k:
@@ -210,12 +254,14 @@ class RowwiseDispatcher(Dispatcher):
         problems = self.options.problems(ids_TK.shape[1])
         if problems:
             raise ValueError("\n".join(problems))
-        return RowExchange(
-            make_peers(self.axis, x_TD.device, self.axis.timeout_s),
-            num_experts=self.num_experts,
-            alignment=self.alignment,
-            options=self.options,
-            num_tokens=max(num_tokens for num_tokens, _ in everywhere),
-            top_k=ids_TK.shape[1],
-            backend=self.kernels,
-        )
+        # What is made under inference mode could not be used in a training step that follows.
+        with torch.inference_mode(False), torch.no_grad():
+            return RowExchange(
+                make_peers(self.axis, x_TD.device, self.axis.timeout_s),
+                num_experts=self.num_experts,
+                alignment=self.alignment,
+                options=self.options,
+                num_tokens=max(num_tokens for num_tokens, _ in everywhere),
+                top_k=ids_TK.shape[1],
+                backend=self.kernels,
+            )

@@ -7,6 +7,9 @@ Why one set of buffers is enough: a rank sends rows only after it has waited for
 peers; each gave that signal when its reads of earlier rows were behind it in its stream. Likewise outputs are written
 only after rows of all peers came, so after all have read earlier outputs. Where two exchanges of one kind follow each
 other, as in a recomputed forward pass that ends before its combine, a signal of its own separates them.
+
+An exchange may be given up between its signal and its wait, by a recomputed forward pass that stops there. Signals are
+counted, so the next exchange of that kind first waits for those of the one that was given up.
 """
 
 from dataclasses import dataclass
@@ -74,8 +77,9 @@ class RowExchange:
         self.counters = Counters(peers.device)
         self.backend = backend
         self._last = ""
+        self._unwaited: set[str] = set()
         self.num_tokens = max(1, num_tokens)
-        self.buffers = Buffers(peers, self._first_capacity())
+        self.buffers = Buffers(peers, self.first_capacity(options.capacity_factor))
         self._make_boards()
 
     def announce(self, ids_TK: Tensor, weights_TK: Tensor) -> Announced:
@@ -124,6 +128,7 @@ class RowExchange:
             again: other rows, and a buffer for them, that go to the same places.
             is_first: this follows `place`, so peers are known to be done with earlier rows.
         """
+        self._wait_once("rows")
         if not is_first:
             self._separate("put")
         self._last = "put"
@@ -131,35 +136,36 @@ class RowExchange:
         self._write(x_TD, weights_TK, plan, rows, row_weights)
         if again is not None:
             self._write(again[0], None, plan, again[1], None)
-        self.peers.signal("rows")
+        self._signal("rows")
 
     def receive(self, plan: RowPlan, rows: PeerTensor, *, with_weights: bool) -> None:
         """Wait until the rows of all peers are here, and clear the padding between them."""
-        self.peers.wait("rows")
+        self._wait_once("rows")
         if self.alignment > 1:
             weights_C = self.buffers.values("row weights").local if with_weights else None
             clear_padding(rows.local, weights_C, plan.offsets_e, plan.total_e, backend=self.backend)
 
     def offer(self, rows_RD: Tensor, row_weights_R: Tensor | None, offsets_e: Tensor) -> PeerTensor:
         """Lay out rows, and a value for each row, for their sources to read, and say so; returns where the rows lie."""
+        self._wait_once("outputs")
         self._separate("get")
         self._last = "get"
-        outputs = self.buffers.rows("outputs", rows_RD.shape[1], rows_RD.dtype)
+        outputs = self.buffers.rows("offered rows", rows_RD.shape[1], rows_RD.dtype)
         copy_used(rows_RD, outputs.local, offsets_e, backend=self.backend)
         if row_weights_R is not None:
-            weights_C = self.buffers.values("output weights").local
+            weights_C = self.buffers.values("offered weights").local
             copy_used(row_weights_R, weights_C, offsets_e, backend=self.backend)
-        self.peers.signal("outputs")
+        self._signal("outputs")
         return outputs
 
     def collect(self, plan: RowPlan, outputs: PeerTensor) -> Tensor:
         """Wait until the rows of all peers are laid out, and return for each token the sum of its own."""
-        self.peers.wait("outputs")
+        self._wait_once("outputs")
         return get_rows(outputs, plan, backend=self.backend)
 
     def collect_values(self, plan: RowPlan) -> Tensor:
         """Return the value of each pair's row; call it after `collect`."""
-        return get_values(self.buffers.values("output weights"), plan, backend=self.backend)
+        return get_values(self.buffers.values("offered weights"), plan, backend=self.backend)
 
     def grow(self, rows_needed_max: int, num_tokens_max: int) -> None:
         """Make room for these; all ranks call alike, when no exchange is under way on any."""
@@ -168,7 +174,7 @@ class RowExchange:
             capacity = grown_capacity(rows_needed_max, self.alignment)
         if num_tokens_max > self.num_tokens:
             self.num_tokens = num_tokens_max
-            capacity = max(capacity, self._first_capacity())
+            capacity = max(capacity, self.first_capacity(self.options.capacity_factor))
             self._make_boards()
         self.buffers.resize(capacity)
         self.counters.overflowed.zero_()
@@ -177,9 +183,10 @@ class RowExchange:
         """Return the bytes of peer memory of this rank that hold rows, outputs or gradients, and their weights."""
         return self.buffers.local_bytes()
 
-    def _first_capacity(self) -> int:
+    def first_capacity(self, capacity_factor: float) -> int:
+        """Return the capacity that buffers for the largest batch so far begin with."""
         return first_capacity(
-            self.options.capacity_factor,
+            capacity_factor,
             num_tokens=self.num_tokens,
             top_k=self.top_k,
             size=self.peers.size,
@@ -254,6 +261,15 @@ class RowExchange:
         # Peers write here too, unseen by autograd: whoever saved these rows must not use them any more.
         torch.autograd.graph.increment_version(rows.local)
         put_rows(x_TD, weights_TK, plan, rows, row_weights, backend=self.backend)
+
+    def _signal(self, phase: str) -> None:
+        self.peers.signal(phase)
+        self._unwaited.add(phase)
+
+    def _wait_once(self, phase: str) -> None:
+        if phase in self._unwaited:
+            self._unwaited.remove(phase)
+            self.peers.wait(phase)
 
     def _separate(self, kind: str) -> None:
         if self._last == kind:

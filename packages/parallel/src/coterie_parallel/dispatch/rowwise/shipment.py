@@ -14,7 +14,12 @@ from coterie_parallel.dispatch.rowwise.exchange import RowExchange
 from coterie_parallel.dispatch.rowwise.placement import RowPlan
 from coterie_parallel.dispatch.rowwise.used import copy_used
 
-__all__ = ["Shipment"]
+__all__ = ["Shipment", "is_in_backward"]
+
+
+def is_in_backward() -> bool:
+    """Return whether a backward pass is under way in this thread, so that a forward pass is a recomputed one."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class Shipment:
@@ -46,6 +51,7 @@ class Shipment:
         self._x_TD: Tensor | None = None
         self._version = 0
         self._fetched = False
+        self._is_combined = False
 
     def send(self, x_TD: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Return rows and weights that have not arrived yet; differentiable in both inputs."""
@@ -58,7 +64,16 @@ class Shipment:
         return rows_RD, row_weights_R
 
     def offer(self, rows_RD: Tensor) -> Tensor:
-        """Lay out the rows for their sources; what returns stands for them until `collect`."""
+        """Lay out the rows for their sources; what returns stands for them until `collect`.
+
+        Raises:
+            ValueError: for a second time under gradients; a recomputed forward pass does not count.
+        """
+        if torch.is_grad_enabled() and rows_RD.requires_grad and not is_in_backward():
+            # The gradients of the first would lie where those of the second come, while autograd still needs them.
+            if self._is_combined:
+                raise ValueError("a handle is combined once under gradients; dispatch again, or add the rows up before")
+            self._is_combined = True
         token_RD: Tensor = _Offer.apply(rows_RD, self)
         return token_RD
 
@@ -118,7 +133,7 @@ class Shipment:
 
     def _offer_gradients(self, grad_rows_RD: Tensor, grad_weights_R: Tensor) -> tuple[Tensor, Tensor]:
         self._outputs = self.exchange.offer(grad_rows_RD, grad_weights_R, self.offsets_e)
-        weights = self.exchange.buffers.values("output weights")
+        weights = self.exchange.buffers.values("offered weights")
         return alias(self._outputs, self.num_rows), alias(weights, self.num_rows)
 
     def _collect_gradients(self) -> tuple[Tensor, Tensor]:

@@ -95,6 +95,10 @@ class Board:
         unused[phase] -= 1
         return True
 
+    def unused(self, peer: int) -> list[str]:
+        """Return the phases that ``peer`` has signalled, as far as this rank has read, and this rank not waited for."""
+        return [phase for phase, count in self._unused[peer].items() if count and phase != _CLOSED]
+
     def write_text(self, text: str) -> None:
         """Leave a text for the peers, cut to 4 KiB; to be read by `texts` after the hand-over that follows."""
         self._num_exchanges += 1

@@ -1,5 +1,6 @@
 """Peer memory of processes on one Linux host, over POSIX shared memory."""
 
+import errno
 import json
 import sys
 import time
@@ -25,6 +26,7 @@ __all__ = ["SharedMemoryPeers", "reason_against"]
 
 # How soon a dead peer is noticed.
 _LOOK_EVERY_S = 0.05
+_ALLOCATE = "allocate"
 
 
 def reason_against() -> str | None:
@@ -69,7 +71,9 @@ class SharedMemoryPeers(PeerMemory):
             num_bytes = block_bytes(shape, dtype)
             if self.index == 0:
                 segment = segments.create(self.size * num_bytes)
-        except (ValueError, OSError) as error:
+        except OSError as error:
+            problem = _no_room(error, name, self.size * num_bytes)
+        except ValueError as error:
             problem = str(error)
         # Whatever happens, a KeyboardInterrupt too, the name must go; afterwards every rank has mapped it or none will.
         try:
@@ -155,8 +159,8 @@ class SharedMemoryPeers(PeerMemory):
 
     def _exchange(self, board: Board, texts: list[str]) -> list[list[str]]:
         board.write_text(json.dumps([text[:1000] for text in texts], ensure_ascii=False))
-        self._signal(board, "allocate")
-        self._wait(board, "allocate")
+        self._signal(board, _ALLOCATE)
+        self._wait(board, _ALLOCATE)
         return [json.loads(text) for text in board.texts()]
 
     def _signal(self, board: Board, phase: str) -> None:
@@ -177,6 +181,12 @@ class SharedMemoryPeers(PeerMemory):
             # Asked once more after that look, since a peer may signal and then end.
             missing = [peer for peer in missing if not board.take(peer, phase, 0.0)]
             reasons = [self._ended(board, peer) for peer in missing if peer in gone or board.has_closed(peer)]
+            # Who allocates goes no further without this rank, so what this rank waits for will not come.
+            reasons += [
+                self._late(board, peer)
+                for peer in missing
+                if phase != _ALLOCATE and _ALLOCATE in board.unused(peer) and peer not in gone
+            ]
             if not reasons and left_s <= 0.0:
                 reasons = [self._late(board, peer) for peer in missing]
             if reasons:
@@ -191,6 +201,14 @@ class SharedMemoryPeers(PeerMemory):
         )
 
     def _late(self, board: Board, peer: int) -> str:
+        elsewhere = board.unused(peer)
+        if elsewhere:
+            phases = ", ".join(map(repr, elsewhere))
+            return (
+                f"rank {self.ranks[peer]} (process {self._processes[peer].pid}) is at another place (it signalled "
+                f"{phases}, for which this rank did not wait); every rank must make the same calls in the same order, "
+                "with tokens of one width and dtype"
+            )
         return (
             f"rank {self.ranks[peer]} (process {self._processes[peer].pid}) lives but was not there after "
             f"{self.timeout_s:g} s ({_reached(board, peer)}); if it loads or compiles for so long raise timeout_s, "
@@ -210,7 +228,13 @@ def _reached(board: Board, peer: int) -> str:
 
 
 def _no_room(error: OSError, name: str, num_bytes: int) -> str:
+    if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+        return (
+            f"{error.strerror} for {name!r}: this user must be able to make files in {segments.FOLDER}; mount it "
+            'writable, or use dispatcher = "all_to_all" here'
+        )
     return (
         f"{error.strerror} for {name!r}, which takes {num_bytes:,} bytes of {segments.FOLDER} on all ranks together, "
-        f"with {segments.free_bytes():,} free there; enlarge it (in a container by --shm-size) or allocate less"
+        f"with {segments.free_bytes():,} free there; enlarge it (in a container by --shm-size) or allocate "
+        "less: a lower capacity_factor or sequences_per_micro_batch, or saved_rows other than lease"
     )

@@ -1,0 +1,143 @@
+"""Faults like those that were reported for other training stacks, put into one layout; one process is left alone."""
+
+import os
+import time
+from unittest.mock import patch
+
+import torch
+from coterie_parallel import GradientReducer, Optimizer
+from coterie_routing import LoadSums
+from coterie_trainer import step as step_module
+from coterie_trainer.config import Config
+from coterie_trainer.verify.running import Outcome, run_layout
+from torch import Tensor
+
+EXPERTS = "layers.1.moe.experts.down"
+
+
+def divided_experts(rank: int, world: int, config: Config) -> Outcome | None:
+    """Divide the gradients of experts by the number of ranks once more."""
+    reduce = GradientReducer.reduce
+
+    def divided(self: GradientReducer) -> dict[str, Tensor]:
+        pieces = reduce(self)
+        for name, piece in pieces.items():
+            if ".experts." in name:
+                piece.div_(world)
+        return pieces
+
+    with patch.object(GradientReducer, "reduce", divided):
+        return run_layout(rank, world, config)
+
+
+def one_element(rank: int, world: int, config: Config) -> Outcome | None:
+    """Change one element of the second local expert, on the rank that sums it."""
+    reduce = GradientReducer.reduce
+
+    def changed(self: GradientReducer) -> dict[str, Tensor]:
+        pieces = reduce(self)
+        if rank == world - 1:
+            pieces[EXPERTS][-1] += 0.5
+        return pieces
+
+    with patch.object(GradientReducer, "reduce", changed):
+        return run_layout(rank, world, config)
+
+
+def lost_targets(rank: int, world: int, config: Config) -> Outcome | None:
+    """Divide the loss by the target tokens of this rank, as if they were those of the step."""
+    whole = step_module.all_reduce_sum
+    calls = []
+
+    def own(tensor: Tensor, axis: object) -> Tensor:
+        if tensor.dtype == torch.int64 and tensor.numel() == 2 and world > 1:
+            calls.append(tensor)
+            return tensor * world
+        return whole(tensor, axis)
+
+    with patch.object(step_module, "all_reduce_sum", own):
+        outcome = run_layout(rank, world, config)
+    assert world == 1 or calls
+    return outcome
+
+
+def partial_router(rank: int, world: int, config: Config) -> Outcome | None:
+    """Leave this rank's part out of the router's gradient, in the second step."""
+    make = Optimizer.__init__
+
+    def make_and_watch(self: Optimizer, *args: object) -> None:
+        make(self, *args)
+        router = self.reducer.parameters["layers.2.moe.router.weight"]
+        seen = []
+
+        def hook(gradient: Tensor) -> Tensor:
+            seen.append(None)
+            return torch.zeros_like(gradient) if len(seen) == 2 and rank > 0 else gradient
+
+        router.register_hook(hook)
+
+    with patch.object(Optimizer, "__init__", make_and_watch):
+        return run_layout(rank, world, config)
+
+
+def diverging_replica(rank: int, world: int, config: Config) -> Outcome | None:
+    """Let the last rank miss a bit of one norm, after each step."""
+    step = Optimizer.step
+
+    def missed(self: Optimizer, *args: object, **kwargs: object) -> Tensor:
+        norm = step(self, *args, **kwargs)
+        if rank == world - 1:
+            weight = self.reducer.parameters["norm.weight"]
+            weight.data[3] = torch.nextafter(weight[3], torch.tensor(2.0))
+        return norm
+
+    with patch.object(Optimizer, "step", missed):
+        return run_layout(rank, world, config)
+
+
+def padding_counted(rank: int, world: int, config: Config) -> Outcome | None:
+    """Count one token too many for expert 5, in the sums of one rank."""
+    add = LoadSums.__add__
+
+    def too_many(self: LoadSums, other: LoadSums) -> LoadSums:
+        total = add(self, other)
+        if rank == 1:
+            total.counts_E[5] += 1
+        return total
+
+    with patch.object(LoadSums, "__add__", too_many):
+        return run_layout(rank, world, config)
+
+
+def nothing_clipped(rank: int, world: int, config: Config) -> Outcome | None:
+    """Leave out the clipping, which shows in the parameters alone."""
+    with patch("coterie_parallel.optimizer.optimizer.clip_gradients_", lambda *args: None):
+        return run_layout(rank, world, config)
+
+
+def rank_one_dies(rank: int, world: int) -> int:
+    if rank == 1:
+        os._exit(3)
+    return rank
+
+
+def rank_one_raises(rank: int, world: int) -> int:
+    if rank == 1:
+        raise ValueError("bad news from rank 1")
+    return rank
+
+
+def rank_one_sleeps(rank: int, world: int) -> int:
+    if rank == 1:
+        time.sleep(30)
+    return rank
+
+
+def process_ids(rank: int, world: int) -> int:
+    return os.getpid()
+
+
+def raises_on_two_ranks(rank: int, world: int, config: Config) -> Outcome | None:
+    if world == 2:
+        raise ValueError("broken on purpose")
+    return run_layout(rank, world, config)
