@@ -212,9 +212,12 @@ CONFIGS = {
 }
 
 
-def _storages() -> dict[int, int]:
+def _tensors() -> list[Tensor]:
     gc.collect()
-    tensors = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+    return [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+
+
+def _bytes_by_address(tensors: list[Tensor]) -> dict[int, int]:
     return {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
 
 
@@ -222,7 +225,8 @@ def _allocated(rank: int, world: int, expert: int) -> dict[str, Any]:
     found = {}
     with Mesh(make_plan(ParallelConfig(expert=expert), world), rank, timeout_s=30) as mesh:
         for name, config in CONFIGS.items():
-            before = _storages()
+            # The tensors themselves: one that went away would leave its address to a new one.
+            before = _tensors()
             sizes = _local_sizes(expert)
             named = {one: nn.Parameter(torch.zeros(shape, dtype=dtype)) for one, (shape, dtype) in sizes.items()}
             accumulate_in_fp32(named.values())
@@ -232,8 +236,8 @@ def _allocated(rank: int, world: int, expert: int) -> dict[str, Any]:
                 with optimizer.micro_batch(is_last=True):
                     torch.stack([one.float().sum() for one in named.values()]).sum().backward()
                 optimizer.step(0.1, loss=torch.tensor(1.0))
-            held = {pointer: size for pointer, size in _storages().items() if pointer not in before}
-            found[name] = sum(held.values())
+            known = _bytes_by_address(before)
+            found[name] = sum(size for place, size in _bytes_by_address(_tensors()).items() if place not in known)
     return found
 
 

@@ -181,3 +181,32 @@ def test_the_vocabulary_of_made_token_files_counts(tiny, tmp_path):
 
 def test_the_demo_can_be_exported():
     assert "export families that can hold it: qwen3_moe" in report(load_config(DEMO), 2)
+
+
+def test_with_fsdp_a_rank_holds_a_part_of_everything(tiny):
+    lines = report(load_config(tiny, ["parallel.expert=1", "parallel.data_parallel=fsdp"], 4), 4).splitlines()
+    # Rows of 8 that do not divide by 4 ranks: the embedding and the head have 10, and a rank has 3 of each.
+    outside = 2 * 3 * 8 + 8 // 4
+    layers = (NORMS - 8 + ATTENTION + DENSE_MLP + ROUTER + 4 * EXPERT) // 4
+    largest = 2 * 8 + ATTENTION // 2 + ROUTER + 4 * EXPERT
+    for text, size in {
+        "weights, float32": 4 * (outside + layers),
+        "gradients, float32": 4 * (outside + layers),
+        "moments, float32": 8 * (outside + layers),
+        "outside of layers, gathered": 4 * (2 * 10 * 8 + 8),
+        "in passing, two layers gathered": 8 * largest,
+        "in passing, gradients of a layer before and in their sum": 8 * largest,
+        # Two micro-batches; a rank sends its part to three others.
+        "weights of layers, for every forward and backward": 2 * 3 * 2 * 4 * layers,
+        "weights outside of layers": 2 * 3 * 4 * outside,
+        "gradients, in each micro-batch": 2 * 3 * 4 * (outside + layers),
+    }.items():
+        assert [line for line in lines if line.startswith(f"  {text}: {size:,} bytes")], (text, size, lines)
+    assert "  every rank: 1/4 of each parameter, of its gradient and of its optimizer state" in lines
+
+
+@pytest.mark.parametrize("saved_rows", ["copy", "lease", "fetch"])
+def test_a_recomputed_block_keeps_no_row_buffers(tiny, saved_rows):
+    changes = ["parallel.dispatcher=rowwise", f"parallel.saved_rows={saved_rows}", "train.recompute=['block']"]
+    text = report(load_config(tiny, changes, 4), 4)
+    assert f"saved_rows = {saved_rows}: {3 * 64 * 8 * 4:,} bytes" in text

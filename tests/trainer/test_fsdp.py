@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from coterie_parallel import AdamWConfig, Mesh, Optimizer, ParallelConfig, make_plan, plan_problems
+from coterie_trainer.check_fsdp import FsdpSizes
 from coterie_trainer.checkpoint import read_tensors
 from coterie_trainer.config import ConfigError, TrainConfig, smallest_world
 from coterie_trainer.data.dataset import Batch
@@ -14,11 +15,11 @@ from coterie_trainer.fsdp import FsdpOptimizer, shard_model
 from coterie_trainer.initialization import initialize
 from coterie_trainer.model import build_model, placements
 from coterie_trainer.step import Stepper, evaluate
+from coterie_trainer.step_watch import StepWatch
 from coterie_trainer.training import Run
 from support.ranks import run_ranks
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.specs import SPECS
 from trainer.tiny import tiny_config, write_tokens
@@ -149,24 +150,24 @@ def _save_and_load(rank: int, world: int, folder: Path, dtype: str) -> dict[str,
     return found
 
 
-class _Collectives(TorchDispatchMode):
+class _Collectives(StepWatch):
     """Notes the collectives of a rank, in order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
+    def _send(self, name: str, args: tuple[Any, ...]) -> None:
+        super()._send(name, args)
+        self.names.append(name)
 
 
 def _gathered_before_a_reduction(rank: int, world: int) -> int:
-    """Return how many all-gathers the first micro-batch of a model of six layers begins with."""
+    """Return how many all-gathers the one micro-batch of a model of six layers begins with."""
     with _mesh(rank, world) as mesh:
         model = build_model(dataclasses.replace(SPEC, num_layers=6))
         initialize(model, seed=0, std=0.1)
+        sizes = FsdpSizes({name: tuple(one.shape) for name, one in model.named_parameters()}, world, 4)
         shard_model(model, mesh)
         batch = _batches(rank)[0]
         with _Collectives() as seen:
@@ -174,6 +175,7 @@ def _gathered_before_a_reduction(rank: int, world: int) -> int:
             losses = [routing.sums.z_sum for routing in output.routings]
             (output.hidden_BSD.sum() + torch.stack(losses).sum()).backward()
     assert seen.names.count("_reduce_scatter_base_") == 7
+    assert seen.sent_bytes.total() == sum(sizes.messages(1).values())
     return seen.names.index("_reduce_scatter_base_")
 
 

@@ -1,4 +1,6 @@
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -204,3 +206,26 @@ def test_evaluation_weighs_by_targets_and_changes_nothing() -> None:
     assert torch.equal(model.embed.weight, before)
     assert model.embed.weight.grad is None
     assert evaluate(model, [_table_batch(0, 6)] * 20, _single(), iter([False, True]).__next__) is None
+
+
+def test_the_optimizer_learns_which_micro_batch_is_the_last_and_the_share_of_the_loss() -> None:
+    seen: list[object] = []
+
+    class Noted:
+        def zero_grad(self) -> None:
+            seen.append("zero")
+
+        @contextmanager
+        def micro_batch(self, *, is_last: bool) -> Iterator[None]:
+            seen.append(is_last)
+            yield
+            seen.append("done")
+
+        def step(self, learning_rate: float | None = None, *, loss: Tensor | None = None) -> Tensor:
+            seen.append((learning_rate, pytest.approx(float(loss), rel=1e-6)))
+            return torch.zeros((), dtype=torch.float64)
+
+    train = TrainConfig(steps=1, sequences_per_step=2, sequences_per_micro_batch=1)
+    stepper = Stepper(TableModel(), Noted(), _single(), train)
+    stepper.run([_table_batch(0, 6), _table_batch(1, 2)], learning_rate=0.5)
+    assert seen == ["zero", False, "done", True, "done", (0.5, 1.5)]

@@ -9,6 +9,7 @@ from coterie_parallel import DENSE, EXPERTS, OptimizerMemory, Plan, make_plan, o
 from coterie_parallel.dispatch.rowwise.buffers import peak_row_bytes
 from coterie_parallel.dispatch.rowwise.capacity import first_capacity
 
+from coterie_trainer.check_fsdp import FsdpSizes
 from coterie_trainer.config import Config, ConfigError, config_problems
 from coterie_trainer.data.shards import read_index
 
@@ -30,12 +31,18 @@ def report(config: Config, world: int) -> str:
         raise ConfigError(problems)
     plan = make_plan(config.parallel, world, num_experts=config.model.num_experts, top_k=config.model.top_k)
     spec = config.model.to_spec(vocab_size, config.data.sequence_length, None)
-    memory = _memory(config, spec, plan)
+    if config.parallel.data_parallel == "fsdp":
+        holds = [f"every rank: 1/{plan.data} of each parameter, of its gradient and of its optimizer state"]
+        memory_lines, message_lines = _fsdp_lines(config, spec, plan)
+    else:
+        memory, holds = _memory(config, spec, plan), _holds_lines(config, plan)
+        memory_lines = _memory_lines(config, spec, plan, memory)
+        message_lines = _message_lines(config, spec, plan, memory)
     sections = {
-        "plan": [*plan.describe().splitlines(), _experts_line(config, plan), *_holds_lines(config, plan)],
+        "plan": [*plan.describe().splitlines(), _experts_line(config, plan), *holds],
         "model": _model_lines(config, spec, origin),
-        "memory of a rank, without activations": _memory_lines(config, spec, plan, memory),
-        "bytes that a rank sends in a step": _message_lines(config, spec, plan, memory),
+        "memory of a rank, without activations": memory_lines,
+        "bytes that a rank sends in a step": message_lines,
         "step": _step_lines(config, plan),
     }
     return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections.items())
@@ -72,6 +79,8 @@ def _is_expert(name: str) -> bool:
 
 def _experts_line(config: Config, plan: Plan) -> str:
     num_experts = config.model.num_experts
+    if config.parallel.data_parallel == "fsdp":
+        return f"experts ({num_experts}): gathered on each rank, with every layer, by FSDP2"
     return (
         f"experts ({num_experts}) = expert ({plan.expert}) x {num_experts // plan.expert} on each rank; "
         f"dispatcher {config.parallel.dispatcher}"
@@ -152,14 +161,34 @@ def _buffer_bytes(config: Config, spec: ModelSpec, plan: Plan) -> int:
         num_local=spec.num_experts // plan.expert,
         alignment=1,
     )
+    # Rows that the backward sends again stay in no layer, whatever saved_rows says.
+    keeps_rows = not {"block", "dispatch"} & set(config.train.recompute)
     return peak_row_bytes(
-        config.parallel.saved_rows,
-        num_layers=spec.num_layers - spec.num_dense_layers,
+        config.parallel.saved_rows if keeps_rows else "copy",
+        num_layers=spec.num_layers - spec.num_dense_layers if keeps_rows else 0,
         capacity=capacity,
         num_tokens=num_tokens,
         width=spec.d_model,
         itemsize=_DTYPE_BYTES[config.dtype],
     )
+
+
+def _fsdp_lines(config: Config, spec: ModelSpec, plan: Plan) -> tuple[list[str], list[str]]:
+    """Return the lines of memory and those of messages."""
+    sizes = FsdpSizes(_parameter_shapes(spec), plan.data, _DTYPE_BYTES[config.dtype])
+    memory = sizes.memory()
+    buffers = _buffer_bytes(config, spec, plan)
+    memory |= {f"row buffers of the dispatcher, saved_rows = {config.parallel.saved_rows}": buffers} if buffers else {}
+    messages = sizes.messages(_num_micro_batches(config, plan))
+    lines = [
+        [*(f"{name}: {_size(size)}" for name, size in rows.items()), f"sum: {_size(sum(rows.values()))}"]
+        for rows in (memory, messages)
+    ]
+    return [f"parameters: {sum(_parameter_sizes(spec).values()):,} on all ranks together", *lines[0]], lines[1]
+
+
+def _num_micro_batches(config: Config, plan: Plan) -> int:
+    return config.train.sequences_per_step // (plan.data * config.train.sequences_per_micro_batch)
 
 
 def _message_lines(config: Config, spec: ModelSpec, plan: Plan, memory: OptimizerMemory) -> list[str]:
@@ -179,7 +208,7 @@ def _message_lines(config: Config, spec: ModelSpec, plan: Plan, memory: Optimize
 
 def _step_lines(config: Config, plan: Plan) -> list[str]:
     total, micro = config.train.sequences_per_step, config.train.sequences_per_micro_batch
-    length, accumulation = config.data.sequence_length, total // (plan.data * micro)
+    length, accumulation = config.data.sequence_length, _num_micro_batches(config, plan)
     return [
         f"tokens: {total * length:,} = {total} sequences x {length}",
         f"sequences: {total} = data ({plan.data}) x {accumulation} micro-batches x {micro} sequences",
