@@ -17,8 +17,13 @@ def bench_one_rank() -> Iterator[Pair]:
     weights_TK = torch.rand(NUM_TOKENS, TOP_K, generator=generator)
     grad_y_TD = torch.randn(NUM_TOKENS, WIDTH, generator=generator)
 
+    dispatchers = {
+        name: make_dispatcher(name, num_experts=NUM_EXPERTS, axis=Axis.single("expert"))
+        for name in ("local", "all_to_all", "rowwise")
+    }
+
     def through(name: str) -> tuple[Tensor, Tensor, Tensor]:
-        dispatcher = make_dispatcher(name, num_experts=NUM_EXPERTS, axis=Axis.single("expert"))
+        dispatcher = dispatchers[name]
         x, weights = x_TD.clone().requires_grad_(), weights_TK.clone().requires_grad_()
         sent = dispatcher.dispatch(x, ids_TK, weights)
         y = dispatcher.combine(sent.rows_RD * sent.row_weights_R.unsqueeze(1), sent.handle)
@@ -38,7 +43,7 @@ def bench_one_rank() -> Iterator[Pair]:
         assert weights.grad is not None
         return y.detach(), x.grad, weights.grad
 
-    for name in ("local", "all_to_all"):
+    for name in dispatchers:
 
         def check(name: str = name) -> None:
             for ours, reference in zip(through(name), masked_loop(), strict=True):
