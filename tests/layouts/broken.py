@@ -1,7 +1,5 @@
 """Faults like those that were reported for other training stacks, put into one layout; one process is left alone."""
 
-import os
-import time
 from unittest.mock import patch
 
 import torch
@@ -113,28 +111,6 @@ def nothing_clipped(rank: int, world: int, config: Config) -> Outcome | None:
     """Leave out the clipping, which shows in the parameters alone."""
     with patch("coterie_parallel.optimizer.optimizer.clip_gradients_", lambda *args: None):
         return run_layout(rank, world, config)
-
-
-def rank_one_dies(rank: int, world: int) -> int:
-    if rank == 1:
-        os._exit(3)
-    return rank
-
-
-def rank_one_raises(rank: int, world: int) -> int:
-    if rank == 1:
-        raise ValueError("bad news from rank 1")
-    return rank
-
-
-def rank_one_sleeps(rank: int, world: int) -> int:
-    if rank == 1:
-        time.sleep(30)
-    return rank
-
-
-def process_ids(rank: int, world: int) -> int:
-    return os.getpid()
 
 
 def raises_on_two_ranks(rank: int, world: int, config: Config) -> Outcome | None:

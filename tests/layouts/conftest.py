@@ -3,10 +3,10 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
+from coterie_parallel.local_ranks import RankPool
 from coterie_trainer.config import Config
 from coterie_trainer.verify.comparison import Comparison, compare
 from coterie_trainer.verify.layout import layout_config, parse_layout, reference_config
-from coterie_trainer.verify.ranks import RankPool
 from coterie_trainer.verify.running import Outcome, run_layout
 from coterie_trainer.verify.scaling import write_vocabulary
 
@@ -43,5 +43,5 @@ class Proof:
 
 @pytest.fixture(scope="session")
 def proof(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proof]:
-    with RankPool(timeout_s=120.0) as pool:
+    with RankPool(limit_s=120.0, preload=["coterie_trainer.verify.running"]) as pool:
         yield Proof(tmp_path_factory.mktemp("layouts"), pool)

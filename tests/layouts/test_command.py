@@ -59,7 +59,7 @@ def test_a_rank_that_fails_does_not_end_the_others(
 def test_all_faults_of_the_arguments_are_in_one_report(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr("coterie_trainer.verify.ranks.RankPool.run")
+    monkeypatch.delattr("coterie_parallel.local_ranks.RankPool.run")
     layouts = ["data=4 expert=3", "data=64", "data=2 dispatcher=deep_ep", "data=2 overflow=drop dispatcher=rowwise"]
     assert main(["verify", CONFIG, "--layouts", *layouts, "--set", "train.balance_scope=micro_batch"]) == 2
     text = capsys.readouterr().err

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -121,12 +120,13 @@ def distributed(process: Process, *, timeout_s: float, device: "torch.device") -
         return
     import torch
     import torch.distributed as dist
+    from coterie_parallel.local_ranks import loop_back
 
     with contextlib.ExitStack() as stack:
         store = None
         if process.store is not None:
             torch.set_num_threads(max(1, torch.get_num_threads() // process.world))
-            stack.enter_context(_loop_back())
+            stack.enter_context(loop_back())
             store = dist.FileStore(str(process.store), process.world)  # type: ignore[attr-defined]
         try:
             dist.init_process_group(
@@ -153,21 +153,6 @@ def distributed(process: Process, *, timeout_s: float, device: "torch.device") -
                 dist.destroy_process_group()
             raise
         dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _loop_back() -> Iterator[None]:
-    """Keep gloo off outer network interfaces; an environment variable is the only way it can be told."""
-    name = "GLOO_SOCKET_IFNAME"
-    loops = [interface for _, interface in socket.if_nameindex() if interface in ("lo", "lo0")]
-    if name in os.environ or not loops:
-        yield
-        return
-    os.environ[name] = loops[0]
-    try:
-        yield
-    finally:
-        del os.environ[name]
 
 
 class StopRequest:

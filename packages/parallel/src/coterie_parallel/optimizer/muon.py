@@ -81,13 +81,6 @@ class MatrixExchange:
         whole = _consecutive([matrix.parts[rank] for matrix in owned[own] for rank in ranks])
         self._to_ranks = [whole[number * len(ranks) + rank] for rank in ranks for number in range(count)]
 
-    @property
-    def num_elements_sent(self) -> int:
-        """Elements that this rank sends to others in one step, both ways together."""
-        own = self._axis.index
-        counts = zip(self._send_counts, self._receive_counts, strict=True)
-        return sum(there + back for rank, (there, back) in enumerate(counts) if rank != own)
-
     def orthogonalized(self, shards_N: Tensor, *, num_iterations: int) -> Tensor:
         """Return the orthogonalised matrices in the places of the given ones; padding becomes zero.
 

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 from coterie_trainer.arguments import loading
 
 if TYPE_CHECKING:
+    from coterie_parallel.local_ranks import RankPool
+
     from coterie_trainer.config import Config
     from coterie_trainer.verify.layout import Layout
-    from coterie_trainer.verify.ranks import RankPool
     from coterie_trainer.verify.running import Outcome
 
 __all__ = ["DETAILS", "add_verify"]
+
+_LIMIT_S = 120.0
 
 DETAILS = """\
 Runs 3 steps of the config, scaled down, in each layout on CPU processes, and compares with one process: the load of
@@ -48,12 +51,11 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
 def _verify(options: argparse.Namespace) -> int:
     with loading():
         from coterie_trainer.verify.layout import reference_config
-        from coterie_trainer.verify.ranks import RankPool
         from coterie_trainer.verify.running import run_layout
         from coterie_trainer.verify.scaling import scaled, scaled_values, write_vocabulary
 
     config, layouts = _checked(options)
-    with tempfile.TemporaryDirectory(prefix="coterie-") as folder, RankPool() as pool:
+    with tempfile.TemporaryDirectory(prefix="coterie-") as folder, _pool() as pool:
         small = scaled(config, Path(folder), layouts)
         write_vocabulary(Path(small.data.path))
         print("scaled: " + ", ".join(scaled_values(config, small)), flush=True)
@@ -65,6 +67,12 @@ def _verify(options: argparse.Namespace) -> int:
     what = "1 layout" if len(layouts) == 1 else f"{len(layouts)} layouts"
     print(f"\n{what}, {num_wrong} not as one process" if num_wrong else f"\n{what}, all as one process")
     return 1 if num_wrong else 0
+
+
+def _pool() -> "RankPool":
+    from coterie_parallel.local_ranks import RankPool
+
+    return RankPool(timeout_s=_LIMIT_S, limit_s=_LIMIT_S, preload=["coterie_trainer.verify.running"])
 
 
 def _checked(options: argparse.Namespace) -> "tuple[Config, list[Layout]]":
@@ -97,9 +105,10 @@ def _header() -> str:
 
 def _compare(layout: "Layout", config: "Config", expected: "Outcome", pool: "RankPool", width: int) -> bool:
     """Run one layout, print its line and what is wrong, and return whether it agrees."""
+    from coterie_parallel.local_ranks import RankError
+
     from coterie_trainer.verify.comparison import KINDS, compare
     from coterie_trainer.verify.layout import layout_config
-    from coterie_trainer.verify.ranks import RankError
     from coterie_trainer.verify.running import run_layout
 
     try:
