@@ -181,6 +181,17 @@ def test_rows_cut_off_from_the_graph_are_refused_before_anybody_waits() -> None:
         dispatcher.combine(torch.zeros(1, 3), sent.handle)
 
 
+@pytest.mark.parametrize("name", ["local", "all_to_all", "rowwise"])
+def test_a_second_derivative_is_an_error_and_not_wrong(name: str) -> None:
+    dispatcher = make_dispatcher(name, num_experts=2, axis=Axis.single("expert"))
+    x_TD = torch.ones(2, 3, requires_grad=True)
+    sent = dispatcher.dispatch(x_TD, torch.tensor([[0], [1]]), torch.ones(2, 1))
+    y_TD = dispatcher.combine(sent.rows_RD**3, sent.handle)
+    with pytest.raises(RuntimeError, match="create_graph=True is not supported"):
+        torch.autograd.grad(y_TD.sum() * x_TD.sum(), x_TD, create_graph=True)
+    dispatcher.close()
+
+
 _X, _IDS, _WEIGHTS = torch.ones(4, 3), torch.zeros(4, 2, dtype=torch.int64), torch.ones(4, 2)
 
 

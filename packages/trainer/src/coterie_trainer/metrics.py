@@ -164,7 +164,7 @@ class Reporter:
 
 def step_line(record: StepRecord, total_steps: int) -> str:
     """Return the line that shows a step to a person."""
-    dropped = [f"rows dropped {record.rows_dropped:,}"] if record.rows_dropped else []
+    dropped = [f"rows dropped so far {record.rows_dropped:,}"] if record.rows_dropped else []
     return " | ".join(
         [
             f"step {record.step:>{len(str(total_steps))}}/{total_steps}",

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 from coterie_parallel import Dispatcher, ParallelConfig
+from coterie_parallel.once import differentiated_once
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 from torch.utils.checkpoint import checkpoint
 
 __all__ = ["PARTS", "SentAgain", "again", "combination_problems", "name_problems"]
@@ -150,7 +151,7 @@ class _Before(Function):
         return rows_RD.view_as(rows_RD)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         ctx.sent._forget()
         return grads[0], None
@@ -163,7 +164,7 @@ class _After(Function):
         return rows_RD.view_as(rows_RD)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         ctx.sent._send()
         return grads[0], None

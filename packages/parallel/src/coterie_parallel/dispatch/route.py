@@ -4,7 +4,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function, FunctionCtx, once_differentiable
+from torch.autograd.function import Function, FunctionCtx
+
+from coterie_parallel.once import differentiated_once
 
 __all__ = ["Route", "check_handle", "check_rows", "combine", "dispatch", "takes_backward"]
 
@@ -81,7 +83,7 @@ class _Dispatch(Function):
         return route.send_rows(x_TD), route.send_weights(weights_TK)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         # Both always travel, whatever this rank needs: peers may need them, and an exchange takes all ranks.
         return ctx.route.return_rows(grads[0]), ctx.route.return_weights(grads[1]), None
@@ -94,6 +96,6 @@ class _Combine(Function):
         return route.return_rows(rows_RD)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return ctx.route.send_rows(grads[0]), None

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 
 from coterie_parallel.dispatch.deep_ep.payload import to_fp8
 from coterie_parallel.dispatch.deep_ep.transport import Arrived, Flight, Transport
+from coterie_parallel.once import differentiated_once
 
 __all__ = ["Trip", "collect_finish", "collect_start", "send_finish", "send_start"]
 
@@ -126,7 +127,7 @@ class _SendStart(Function):
         return x_TD.new_empty(0)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         return *ctx.trip.finish_collect(), None
 
@@ -140,7 +141,7 @@ class _SendFinish(Function):
         return arrived.rows_RD, arrived.row_weights_R, arrived.offsets_e
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         # Both always travel, whatever this rank needs: peers may need them, and the way back takes all ranks.
         ctx.trip.start_collect(grads[0], grads[1])
@@ -155,7 +156,7 @@ class _CollectStart(Function):
         return rows_RD.new_empty(0)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return ctx.trip.finish_send_again(), None
 
@@ -167,7 +168,7 @@ class _CollectFinish(Function):
         return trip.finish_collect()[0]
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         ctx.trip.start_send_again(grads[0])
         return grads[0].new_zeros(0), None

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import Function, once_differentiable
+from torch.autograd.function import Function
 
 from coterie_parallel.dispatch.options import SavedRows
 from coterie_parallel.dispatch.rowwise.buffers import Lease, alias
 from coterie_parallel.dispatch.rowwise.exchange import RowExchange
 from coterie_parallel.dispatch.rowwise.placement import RowPlan
 from coterie_parallel.dispatch.rowwise.used import copy_used
+from coterie_parallel.once import differentiated_once
 
 __all__ = ["Shipment", "is_in_backward"]
 
@@ -178,7 +179,7 @@ class _Send(Function):
         return shipment._send(x_TD, weights_TK)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         return *ctx.shipment._collect_gradients(), None
 
@@ -190,7 +191,7 @@ class _Arrive(Function):
         return shipment._arrive()
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         # Both always travel, whatever this rank needs: peers may need them, and an exchange takes all ranks.
         return *ctx.shipment._offer_gradients(*grads), None
@@ -204,7 +205,7 @@ class _Offer(Function):
         return alias(shipment._outputs, shipment.num_rows)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return ctx.shipment._receive_gradients(), None
 
@@ -216,6 +217,6 @@ class _Collect(Function):
         return shipment.exchange.collect(shipment.plan, shipment._outputs)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return ctx.shipment._send_gradients(*grads), None

@@ -25,6 +25,7 @@ from coterie_parallel.dispatch.rowwise.peers.watch import Watch
 
 __all__ = ["SymmetricPeers", "reason_against"]
 
+# A switch of torch, which asks for it when memory is shared; it is read here to refuse in words, and never set.
 _SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 _INSTEAD = 'use dispatcher = "all_to_all" instead'
 # Slots of signals.py, which only who has triton can import.
