@@ -35,7 +35,7 @@ class Proof:
     def run(self, text: str, variant: str = "bias", function: object = run_layout) -> Outcome:
         layout, problems = parse_layout(text)
         assert layout is not None, problems
-        return self.pool.run(function, layout.data, layout_config(layout, self.config(variant)))[0]
+        return self.pool.run(function, layout.world, layout_config(layout, self.config(variant)))[0]
 
     def compare(self, text: str, variant: str = "bias", function: object = run_layout) -> Comparison:
         return compare(self.expected(variant), self.run(text, variant, function))

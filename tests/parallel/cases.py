@@ -109,16 +109,28 @@ REFUSED = [
         sentences=[["num_experts (4)", "expert degree (8)", "nearest: 8"]],
     ),
     PlanCase(
-        name="pipeline",
-        config=ParallelConfig(pipeline=2, expert=2),
+        name="pipeline and fsdp",
+        config=ParallelConfig(pipeline=2, data_parallel="fsdp"),
         world=4,
-        sentences=[["pipeline (2)", "must be 1"]],
+        sentences=[["pipeline (2)", "must be 1", "fsdp", '"resident"']],
     ),
     PlanCase(
         name="pipeline that does not divide",
         config=ParallelConfig(pipeline=3),
         world=4,
-        sentences=[["pipeline (3)", "must be 1"], ["world size (4)", "pipeline (3)", "2 or 4"]],
+        sentences=[["world size (4)", "pipeline (3)", "2 or 4"]],
+    ),
+    PlanCase(
+        name="pipeline x data is not the world, and stages that the schedule does not have",
+        config=ParallelConfig(pipeline=2, data=3, stages_per_rank=2),
+        world=4,
+        sentences=[["stages_per_rank (2)", '"1f1b"'], ["pipeline (2) x data (3) = 6", "world size (4)"]],
+    ),
+    PlanCase(
+        name="expert degree beyond the data axis of a stage",
+        config=ParallelConfig(pipeline=2, expert=4),
+        world=4,
+        sentences=[["expert (4)", "data (2)", "pipeline (2)", "nearest: 2"]],
     ),
     PlanCase(
         name="degrees below one",

@@ -2,7 +2,18 @@ import dataclasses
 import time
 
 import pytest
-from coterie_parallel import DispatchOptions, Mesh, ParallelConfig, Plan, make_plan, plan_problems
+from coterie_parallel import (
+    DENSE,
+    EXPERTS,
+    TIED_EMBEDDING,
+    DispatchOptions,
+    Mesh,
+    ParallelConfig,
+    Placement,
+    Plan,
+    make_plan,
+    plan_problems,
+)
 
 from parallel.cases import REFUSED, PlanCase
 
@@ -29,6 +40,9 @@ def test_a_wrong_layout_is_refused_with_every_fault_and_number(case: PlanCase) -
         (ParallelConfig(expert=-1), 8, (1, 8, 8, 1)),
         (ParallelConfig(data=6, expert=3), 6, (1, 6, 3, 2)),
         (ParallelConfig(dispatcher="local"), 4, (1, 4, 1, 4)),
+        (ParallelConfig(pipeline=2), 8, (2, 4, 1, 4)),
+        (ParallelConfig(pipeline=2, expert=-1), 8, (2, 4, 4, 1)),
+        (ParallelConfig(pipeline=4, data=2, expert=2), 8, (4, 2, 2, 1)),
     ],
 )
 def test_degrees_are_settled(config: ParallelConfig, world: int, expected: tuple[int, ...]) -> None:
@@ -56,8 +70,33 @@ def test_expert_is_the_fastest_axis_and_pipeline_the_slowest() -> None:
     assert plan.axis_ranks("expert_data") == [(0, 2), (1, 3), (4, 6), (5, 7)]
     with pytest.raises(ValueError, match=r"rank \(8\).*\(8\)"):
         plan.coordinates(8)
-    with pytest.raises(ValueError, match=r"'model'.*world, data, expert, expert_data"):
+    assert plan.axis_ranks("pipeline") == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    with pytest.raises(ValueError, match=r"'model'.*world, pipeline, data, expert, expert_data, embedding"):
         plan.axis_ranks("model")
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "data", "expected"),
+    [(2, 1, (0, 1)), (2, 2, (0, 1, 2, 3)), (4, 1, (0, 3)), (4, 2, (0, 1, 6, 7)), (1, 2, (0, 1))],
+)
+def test_a_tied_embedding_is_on_the_first_and_the_last_ranks_of_the_pipeline(
+    pipeline: int, data: int, expected: tuple[int, ...]
+) -> None:
+    plan = Plan(world=pipeline * data, pipeline=pipeline, data=data, expert=1, expert_data=data)
+    assert plan.axis_ranks("embedding") == [expected]
+    assert TIED_EMBEDDING.problems(plan) == DENSE.problems(plan) == EXPERTS.problems(plan) == []
+
+
+def test_a_placement_accounts_for_the_ranks_of_a_stage() -> None:
+    plan = Plan(world=8, pipeline=2, data=4, expert=2, expert_data=2)
+    assert Placement(replicated_over=("world",)).problems(plan) == ["world (8) = 8 ranks must be all that hold it (4)"]
+    assert Placement(replicated_over=("expert",)).problems(plan) == [
+        "expert (2) = 2 ranks must be all that hold it (4)"
+    ]
+    assert Placement(replicated_over=("embedding",), sharded_over=("expert",)).problems(plan) == [
+        "embedding (8) x expert (2) = 16 ranks must be all that hold it (8)"
+    ]
+    assert Placement().problems(plan) == ["no axis (1) = 1 ranks must be all that hold it (4)"]
 
 
 def test_the_plan_shows_every_factor_and_product() -> None:
@@ -71,10 +110,10 @@ def test_the_plan_shows_every_factor_and_product() -> None:
 
 def test_a_mesh_of_one_rank_needs_no_process_group() -> None:
     with Mesh(make_plan(ParallelConfig(), 1), 0, timeout_s=5) as mesh:
-        for name in ("world", "data", "expert", "expert_data"):
+        for name in ("world", "pipeline", "data", "expert", "expert_data"):
             axis = mesh.axis(name)
             assert (axis.name, axis.size, axis.index, axis.group, axis.ranks) == (name, 1, 0, None, (0,))
-        with pytest.raises(ValueError, match=r"'tensor'.*world, data"):
+        with pytest.raises(ValueError, match=r"'tensor'.*world, pipeline, data"):
             mesh.axis("tensor")
 
 

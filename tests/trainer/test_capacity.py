@@ -93,7 +93,7 @@ def _train(variant: Variant, mesh: Mesh, tokens: Path) -> dict[str, Any]:
     )
     optimizer = Optimizer(model.named_parameters(), placements(model), mesh, AdamWConfig())
     stepper = Stepper(model, optimizer, mesh, train)
-    for router in stepper.routers:
+    for router in stepper.routers.values():
         router.config = replace(router.config, jitter=0.2)
     data = mesh.axis("data")
     where = dict(sequences_per_micro_batch=2, data_index=data.index, data_size=data.size)

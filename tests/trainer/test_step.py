@@ -122,7 +122,7 @@ def _run_split(
     )  # fmt: skip
     results = [stepper.run(batches.step(step), learning_rate=1e-3) for step in range(steps)]
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return results, gradients, [router.selection_bias for router in stepper.routers]
+    return results, gradients, [router.selection_bias for router in stepper.routers.values()]
 
 
 def _assert_same(expected: list[StepResult], found: list[StepResult]) -> None:

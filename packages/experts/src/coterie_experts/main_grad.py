@@ -7,7 +7,7 @@ from torch import Tensor
 
 from coterie_experts.once import refuse_second_derivative
 
-__all__ = ["into_main_grad", "split_main_grad"]
+__all__ = ["add_gradient", "check_main_grad", "into_main_grad", "kernel_main_grad", "split_main_grad"]
 
 
 def into_main_grad(parameter: Tensor) -> Tensor:
@@ -18,7 +18,7 @@ def into_main_grad(parameter: Tensor) -> Tensor:
     Raises:
         ValueError: ``main_grad`` is not float32 (or wider) of the parameter's shape.
     """
-    main_grad = _main_grad_of(parameter)
+    main_grad = check_main_grad(parameter)
     if main_grad is None:
         return parameter
     same: Tensor = _IntoMainGrad.apply(parameter, main_grad)
@@ -33,13 +33,40 @@ def split_main_grad(parameter: Tensor) -> tuple[Tensor, Tensor | None]:
     Raises:
         ValueError: as ``into_main_grad``.
     """
-    main_grad = _main_grad_of(parameter)
-    if main_grad is None or (main_grad.dtype == torch.float32 and main_grad.is_contiguous()):
-        return parameter, main_grad
-    return into_main_grad(parameter), None
+    main_grad = kernel_main_grad(parameter)
+    return (into_main_grad(parameter), None) if main_grad is None else (parameter, main_grad)
 
 
-def _main_grad_of(parameter: Tensor) -> Tensor | None:
+def kernel_main_grad(parameter: Tensor) -> Tensor | None:
+    """Return the ``main_grad`` that a kernel can add to, float32 and contiguous, or None.
+
+    Raises:
+        ValueError: as ``into_main_grad``.
+    """
+    main_grad = check_main_grad(parameter)
+    if main_grad is None or main_grad.dtype != torch.float32 or not main_grad.is_contiguous():
+        return None
+    return main_grad
+
+
+def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    """Add to ``main_grad`` where the parameter has one, else to ``grad``, as a backward pass would."""
+    main_grad = check_main_grad(parameter)
+    if main_grad is not None:
+        main_grad.add_(gradient)
+    elif parameter.grad is not None:
+        parameter.grad.add_(gradient)
+    else:
+        # That of a bias may be a column of something larger.
+        parameter.grad = gradient.contiguous()
+
+
+def check_main_grad(parameter: Tensor) -> Tensor | None:
+    """Return the ``main_grad`` of a parameter, or None where it has none.
+
+    Raises:
+        ValueError: as ``into_main_grad``.
+    """
     main_grad: Tensor | None = getattr(parameter, "main_grad", None)
     if main_grad is None:
         return None

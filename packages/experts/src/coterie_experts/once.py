@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-__all__ = ["refuse_second_derivative"]
+__all__ = ["graph_is_kept", "refuse_second_derivative"]
 
 
 def refuse_second_derivative(*tensors: Tensor | None) -> None:
@@ -21,3 +21,9 @@ def refuse_second_derivative(*tensors: Tensor | None) -> None:
             "this back-end of the experts can be differentiated once, and create_graph=True is not supported; "
             "the back-end 'reference' can be differentiated twice, without main_grad"
         )
+
+
+def graph_is_kept() -> bool:
+    """Say whether the caller may go through this graph again (``retain_graph``), so that nothing may be overwritten."""
+    keeps = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return True if keeps is None else bool(keeps())

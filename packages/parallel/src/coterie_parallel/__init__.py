@@ -1,4 +1,4 @@
-"""Expert and data parallelism for mixture-of-experts training: mesh, dispatchers, gradients, optimizer."""
+"""Expert, pipeline and data parallelism for mixture-of-experts training: mesh, dispatchers, gradients, optimizer."""
 
 from coterie_parallel.axis import Axis
 from coterie_parallel.collectives import (
@@ -38,7 +38,10 @@ from coterie_parallel.optimizer import (
     optimizer_memory,
     orthogonalize,
 )
-from coterie_parallel.placement import DENSE, EXPERTS, Chunk, Placement, replica_problems
+from coterie_parallel.pipeline.deferred import WeightGradients
+from coterie_parallel.pipeline.runner import Pipeline
+from coterie_parallel.pipeline.stages import SCHEDULES, Stage, Stages, make_stages, stage_problems
+from coterie_parallel.placement import DENSE, EXPERTS, TIED_EMBEDDING, Chunk, Placement, replica_problems
 from coterie_parallel.plan import AXES, Coordinates, ParallelConfig, Plan, make_plan, plan_problems
 
 __all__ = [
@@ -67,6 +70,7 @@ __all__ = [
     "make_dispatcher",
     "DENSE",
     "EXPERTS",
+    "TIED_EMBEDDING",
     "Chunk",
     "Placement",
     "replica_problems",
@@ -83,4 +87,11 @@ __all__ = [
     "OptimizerMemory",
     "optimizer_memory",
     "orthogonalize",
+    "SCHEDULES",
+    "Stage",
+    "Stages",
+    "make_stages",
+    "stage_problems",
+    "Pipeline",
+    "WeightGradients",
 ]

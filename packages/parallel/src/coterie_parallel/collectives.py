@@ -28,7 +28,9 @@ __all__ = [
     "exchange_rows",
     "start_all_gather",
     "start_all_to_all",
+    "start_receive",
     "start_reduce_scatter",
+    "start_send",
 ]
 
 # torch 2.13 renamed these two and warns at the old names, which are the only ones before.
@@ -136,7 +138,7 @@ def exchange_rows(rows: Tensor, send_counts: Sequence[int], receive_counts: Sequ
 
 
 class Pending:
-    """A collective under way; its tensors must live, and its result is not there, until `wait` has returned.
+    """A collective, a send or a receive under way; its tensors must live, and its result is not there, until `wait` has returned.
 
     On a GPU ``wait`` makes the current stream wait, not the host.
     """
@@ -196,3 +198,18 @@ def start_reduce_scatter(part: Tensor, whole: Tensor, axis: Axis) -> Pending:
     with _named("reduce_scatter", axis):
         work = _reduce_scatter_single(part, whole, op=dist.ReduceOp.SUM, group=axis.group, async_op=True)
     return Pending("reduce_scatter", axis, work)
+
+
+def start_send(tensor: Tensor, axis: Axis, *, to: int) -> Pending:
+    """Start to send a contiguous tensor to axis index ``to``, which must call `start_receive` for it."""
+    _refuse_gradient("send", tensor)
+    with _named("send", axis):
+        work = dist.isend(tensor, axis.ranks[to], group=axis.group)
+    return Pending("send", axis, work)
+
+
+def start_receive(tensor: Tensor, axis: Axis, *, source: int) -> Pending:
+    """Start to fill a contiguous tensor with what axis index ``source`` sends; sends of one rank come in their order."""
+    with _named("receive", axis):
+        work = dist.irecv(tensor, axis.ranks[source], group=axis.group)
+    return Pending("receive", axis, work)

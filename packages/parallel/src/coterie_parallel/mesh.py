@@ -36,6 +36,8 @@ class Mesh:
         self.device = torch.device(device)
         self._axes: dict[str, Axis] = {}
         for name in AXES:
+            if name == "embedding" and plan.pipeline == 1:
+                continue
             for ranks in plan.axis_ranks(name):
                 group: dist.ProcessGroup | None = None
                 if len(ranks) > 1:
@@ -52,7 +54,7 @@ class Mesh:
                     )
 
     def axis(self, name: str) -> Axis:
-        """Return the axis ``name``, one of `AXES`."""
+        """Return the axis ``name``, one of `AXES`; "embedding" only on its ranks, and with more than one stage."""
         if name not in self._axes:
             raise ValueError(f"axis ({name!r}) is unknown; known: {', '.join(AXES)}")
         return self._axes[name]

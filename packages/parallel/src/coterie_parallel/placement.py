@@ -12,16 +12,16 @@ from coterie_parallel.collectives import all_gather_objects
 from coterie_parallel.mesh import Mesh
 from coterie_parallel.plan import AXES, Plan
 
-__all__ = ["DENSE", "EXPERTS", "Chunk", "Placement", "placed_parameters", "replica_problems"]
+__all__ = ["DENSE", "EXPERTS", "TIED_EMBEDDING", "Chunk", "Placement", "placed_parameters", "replica_problems"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
     """The axes over which a parameter is replicated, and those over which its elements are sharded.
 
-    Together they must account for every rank exactly once. A sharded parameter is cut along its first dimension into
-    equal parts, in the order of the axis index. Gradients are summed, and optimizer state is sharded, over the one
-    axis of ``replicated_over``.
+    Together they must account for every rank that holds it exactly once: those with the same stages of the pipeline,
+    or those of the embedding axis. A sharded parameter is cut along its first dimension into equal parts, in the order
+    of the axis index. Gradients are summed, and optimizer state is sharded, over the one axis of ``replicated_over``.
     """
 
     replicated_over: tuple[str, ...] = ()
@@ -36,9 +36,10 @@ class Placement:
         if len(self.replicated_over) > 1:
             return [f"replicated_over ({', '.join(self.replicated_over)}) must name at most one axis"]
         sizes = [len(plan.axis_ranks(axis)[0]) for axis in axes]
-        if math.prod(sizes) != plan.world:
+        holders = len(plan.axis_ranks("embedding")[0]) if "embedding" in axes else plan.data
+        if math.prod(sizes) != holders:
             product = " x ".join(f"{axis} ({size})" for axis, size in zip(axes, sizes, strict=True)) or "no axis (1)"
-            return [f"{product} = {math.prod(sizes)} ranks must be the whole world ({plan.world})"]
+            return [f"{product} = {math.prod(sizes)} ranks must be all that hold it ({holders})"]
         return []
 
     @property
@@ -48,7 +49,10 @@ class Placement:
 
 
 DENSE = Placement(replicated_over=("data",))
-"""Attention, norms, embeddings, routers, shared experts: the same on all ranks."""
+"""Attention, norms, embeddings, routers, shared experts: the same on all ranks with the same stages."""
+
+TIED_EMBEDDING = Placement(replicated_over=("embedding",))
+"""An embedding that is also the head, where these two are on different ranks of a pipeline."""
 
 EXPERTS = Placement(replicated_over=("expert_data",), sharded_over=("expert",))
 """Routed experts: each rank of the expert axis holds its own."""

@@ -6,11 +6,13 @@ from typing import Literal
 
 from coterie_parallel.dispatch.options import DispatchOptions, OverflowPolicy, SavedRows
 from coterie_parallel.dispatch.registry import dispatcher_class, known_dispatchers
+from coterie_parallel.pipeline.stages import ScheduleName, stage_problems
 
 __all__ = ["AXES", "Coordinates", "ParallelConfig", "Plan", "make_plan", "plan_problems"]
 
-AXES = ("world", "data", "expert", "expert_data")
-"""The axes of a mesh. ``data`` folds into ``expert_data x expert`` with ``expert`` fastest."""
+AXES = ("world", "pipeline", "data", "expert", "expert_data", "embedding")
+"""The axes of a mesh. ``data`` folds into ``expert_data x expert`` with ``expert`` fastest. ``embedding`` has the first
+and the last ranks of the pipeline axis, where a tied embedding is, and no others."""
 
 REST = -1
 
@@ -19,6 +21,8 @@ REST = -1
 class ParallelConfig:
     """The layout that a user asks for.
 
+    ``pipeline`` ranks share the layers. Each has ``stages_per_rank`` stages, 0 for the least that the schedule takes,
+    and ``layers_per_stage`` says how many layers each stage has, in the order of the model; empty for the same number.
     ``data = -1`` takes all ranks that are left by the pipeline; ``expert = -1`` spreads the experts over the whole
     data axis. With ``data_parallel = "resident"`` a rank computes with the weights that it holds; "fsdp" leaves it to
     PyTorch's FSDP2 to shard them and to gather every layer for each micro-batch, experts included. ``timeout_s`` is the
@@ -26,6 +30,9 @@ class ParallelConfig:
     """
 
     pipeline: int = 1
+    pipeline_schedule: ScheduleName = "1f1b"
+    stages_per_rank: int = 0
+    layers_per_stage: tuple[int, ...] = ()
     data: int = REST
     expert: int = 1
     data_parallel: Literal["resident", "fsdp"] = "resident"
@@ -47,16 +54,17 @@ class ParallelConfig:
 
     def problems(self) -> list[str]:
         """Return every fault that shows without knowing the number of ranks."""
-        found = []
-        if self.pipeline < 1:
-            found.append(f"pipeline ({self.pipeline}) must be at least 1")
-        elif self.pipeline > 1:
-            found.append(f"pipeline ({self.pipeline}) must be 1: this version has no pipeline schedule")
+        found = stage_problems(self)
         for name, degree in (("data", self.data), ("expert", self.expert)):
             if degree < 1 and degree != REST:
                 found.append(f"{name} ({degree}) must be at least 1, or -1 for the rest")
         if self.data_parallel not in ("resident", "fsdp"):
             found.append(f'data_parallel ("{self.data_parallel}") must be one of: resident, fsdp')
+        if self.data_parallel == "fsdp" and self.pipeline > 1:
+            found.append(
+                f'pipeline ({self.pipeline}) must be 1 with data_parallel ("fsdp"), which would gather the layers of a '
+                'stage for every micro-batch; or set data_parallel to "resident"'
+            )
         if self.dispatcher not in known_dispatchers():
             found.append(f"dispatcher ({self.dispatcher!r}) is unknown; known: {', '.join(known_dispatchers())}")
         if not (0 < self.timeout_s < math.inf):
@@ -104,12 +112,16 @@ class Plan:
         """Return the groups of ranks that ``axis`` splits the world into, each in the order of the axis index."""
         if axis not in AXES:
             raise ValueError(f"axis ({axis!r}) is unknown; known: {', '.join(AXES)}")
+        if axis == "embedding":
+            # With a schedule whose last stage is on the first rank too, nothing is placed on this axis.
+            return [tuple(dict.fromkeys([*range(self.data), *range(self.world - self.data, self.world)]))]
         together: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world):
             at = self.coordinates(rank)
             # Ranks that agree in every coordinate but the axis's own belong to one group.
             fixed = {
                 "world": (),
+                "pipeline": (at.data,),
                 "data": (at.pipeline,),
                 "expert": (at.pipeline, at.expert_data),
                 "expert_data": (at.pipeline, at.expert),

@@ -75,11 +75,11 @@ class CapacityWatch:
         for dispatcher in self._dispatchers:
             dispatcher.check()
         own = torch.stack([_sum_or_max(counters, name) for name in _COUNTERS])
-        needed, overflowed, dropped, outside = torch.stack(all_gather(own, self._mesh.axis("data"))).T.tolist()
+        needed, overflowed, dropped, outside = torch.stack(all_gather(own, self._mesh.axis("world"))).T.tolist()
         if any(outside):
             ranks = ", ".join(
                 f"rank {rank} {count}"
-                for rank, count in zip(self._mesh.axis("data").ranks, outside, strict=True)
+                for rank, count in zip(self._mesh.axis("world").ranks, outside, strict=True)
                 if count
             )
             raise ValueError(f"expert ids that do not exist were given to the dispatcher: {ranks}")

@@ -41,12 +41,16 @@ class Checkpoints:
     Args:
         run_folder: folder of the run; checkpoints go to its ``checkpoints`` subfolder.
         world: axis of all ranks, each of which makes every call; None for one process.
+        pipeline: axis of the ranks that hold different layers; None where every rank has some of each.
         keep: number of newest checkpoints that stay.
     """
 
-    def __init__(self, run_folder: str | Path, world: Axis | None = None, *, keep: int = 1) -> None:
+    def __init__(
+        self, run_folder: str | Path, world: Axis | None = None, pipeline: Axis | None = None, *, keep: int = 1
+    ) -> None:
         self.folder = Path(run_folder) / "checkpoints"
         self.world = world if world is not None else Axis.single("world")
+        self.pipeline = pipeline if pipeline is not None else Axis.single("pipeline")
         self.keep = keep
 
     def latest_step(self) -> int | None:
@@ -78,7 +82,8 @@ class Checkpoints:
         """
         target = self.path(step)
         incomplete = target.with_name(target.name + ".incomplete")
-        self._agree(self._prepare(incomplete, _stored_bytes(tensors)) if self.world.index == 0 else "")
+        needed_bytes = sum(all_gather_objects(_stored_bytes(tensors), self.pipeline))
+        self._agree(self._prepare(incomplete, needed_bytes) if self.world.index == 0 else "")
         failure = ""
         try:
             with _single_process_allowed():
@@ -227,7 +232,7 @@ def _single_process_allowed() -> Iterator[None]:
 
 
 def _stored_bytes(tensors: Mapping[str, Tensor | Chunk]) -> int:
-    """Return the bytes of all ranks together: a chunk counts as the whole tensor that it belongs to."""
+    """Return the bytes of all ranks of a stage together: a chunk counts as the whole tensor that it belongs to."""
     found = 0
     for value in tensors.values():
         shape, one = (value.global_shape, value.tensor) if isinstance(value, Chunk) else (value.shape, value)

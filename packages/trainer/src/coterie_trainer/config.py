@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from coterie_experts import ExpertsConfig
 from coterie_export import ModelSpec
-from coterie_parallel import ParallelConfig, plan_problems
+from coterie_parallel import ParallelConfig, plan_problems, stage_problems
 from coterie_routing import BIAS_RULES, Assignment, BiasRule, RouterConfig
 
 from coterie_trainer.bounds import above_zero as _above_zero
@@ -318,6 +318,11 @@ class Config:
         found += [f"train: {problem}" for problem in combination_problems(self.train.recompute, self.parallel)]
         if self.parallel.data_parallel == "fsdp":
             found += [f"optimizer: {problem}" for problem in _fsdp_problems(self.optimizer)]
+        elif self.parallel.pipeline > 1 and self.optimizer.gradient_sharding:
+            found.append(
+                f"optimizer: gradient_sharding (true) needs parallel.pipeline ({self.parallel.pipeline}) to be 1: it "
+                "sums over ranks after each micro-batch, and in a pipeline several are under way; set it to false"
+            )
         return found + self._balancing_problems()
 
     def _balancing_problems(self) -> list[str]:
@@ -389,11 +394,33 @@ def config_problems(config: Config, world: int | None, vocab_size: int | None = 
             f"train: sequences_per_step ({total}) must be a multiple of data ({data}) x sequences_per_micro_batch "
             f"({micro}) = {data * micro}; nearest: {_nearest(total, data * micro)}"
         )
+    found += _stage_problems(config, data)
     if not any(problem.startswith(("model:", "data:")) for problem in found):
         # The export's own rules come last: where they repeat a rule from above, it was reported in the file's words.
         spec = config.model.to_spec(vocab_size or config.data.vocab_size, config.data.sequence_length, None)
         found += [f"model: {problem}" for problem in spec.problems()]
     return list(dict.fromkeys(found))
+
+
+def _stage_problems(config: Config, data: int) -> list[str]:
+    """Return what keeps the stages of the pipeline from their layers, and the schedule from its micro-batches."""
+    parallel, train = config.parallel, config.train
+    known, found = stage_problems(parallel), []
+    if config.model.num_layers >= 1:
+        found += [f"parallel: {text}" for text in stage_problems(parallel, num_layers=config.model.num_layers)]
+    total, share = train.sequences_per_step, data * train.sequences_per_micro_batch
+    if min(total, share) >= 1 and total % share == 0:
+        count = total // share
+        origin = (
+            f"{count} = sequences_per_step ({total}) / (data ({data}) x sequences_per_micro_batch "
+            f"({train.sequences_per_micro_batch}))"
+        )
+        found += [
+            f"train: {text.replace(f'in a step ({count})', f'in a step ({origin})')}"
+            for text in stage_problems(parallel, num_micro_batches=count)
+            if text not in known
+        ]
+    return found
 
 
 def smallest_world(config: Config) -> int:

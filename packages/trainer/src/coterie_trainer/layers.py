@@ -1,16 +1,54 @@
 """Dense building blocks of the decoder: RMSNorm, rotary attention inside documents, and the SwiGLU feed-forward."""
 
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 import torch.nn.functional as F
 from coterie_export import ModelSpec
 from torch import Tensor, nn
 
+from coterie_trainer.attention import AttentionContext, attend, attention_context
 from coterie_trainer.recompute import again
 
-__all__ = ["Attention", "AttentionContext", "FeedForward", "RMSNorm", "attention_context"]
+__all__ = ["Attention", "AttentionContext", "FeedForward", "RMSNorm", "attention_context", "compile_dense"]
+
+_Model = TypeVar("_Model", bound=nn.Module)
 
 
-class RMSNorm(nn.Module):
+def compile_dense(model: _Model, *, backend: str = "inductor") -> _Model:
+    """Let the dense layers of a model run what lies between their matrix products as compiled functions.
+
+    Norms, residual sums, rotations and SwiGLU then read and write each tensor once. They are functions of tensors and
+    not of modules, so each is compiled once for all layers; names and parameters do not change. Shapes are those of the
+    batch alone: neither another micro-batch nor other documents compile anything again. The results are those of the
+    plain functions up to rounding.
+
+    Args:
+        model: changed in place and returned.
+        backend: of `torch.compile`.
+    """
+    fused = functools.cache(functools.partial(torch.compile, fullgraph=True, backend=backend))
+    for module in model.modules():
+        if isinstance(module, _Dense):
+            module.fused = fused
+    return model
+
+
+def _as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+class _Dense(nn.Module):
+    """A layer whose functions between matrix products can be exchanged for compiled ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused: Callable[[Callable[..., Any]], Callable[..., Any]] = _as_it_is
+
+
+class RMSNorm(_Dense):
     """Root-mean-square normalisation over the last dimension, computed in fp32 (Zhang and Sennrich, 2019).
 
     Takes and returns ``(..., width)`` in any floating dtype.
@@ -23,50 +61,21 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise ``x`` (..., width)."""
-        normalised = F.rms_norm(x.float(), (x.shape[-1],), self.weight.float(), self.eps)
-        return normalised.to(x.dtype)
+        out: Tensor = self.fused(_normalise)(x, self.weight, self.eps)
+        return out
+
+    def after_sum(self, x: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``x + change`` and its normalisation; the next step of a residual stream with the norm before."""
+        total, normalised = self.fused(_sum_and_normalise)(x, change, self.weight, self.eps)
+        return total, normalised
+
+    def added_to(self, x: Tensor, change: Tensor) -> Tensor:
+        """Return ``x`` plus the normalised ``change``; the next step of a residual stream with the norm after."""
+        out: Tensor = self.fused(_normalise_and_add)(x, change, self.weight, self.eps)
+        return out
 
 
-class AttentionContext:
-    """What all attention layers of one forward share: the rotary angles and the mask of one batch.
-
-    Attributes:
-        cos_SH: fp32 ``(S, head_dim)``; ``sin_SH`` likewise.
-        mask_B1SS: bool, True where a query (first S) may see a key (second S): not later, and in the same document.
-    """
-
-    def __init__(self, cos_SH: Tensor, sin_SH: Tensor, mask_B1SS: Tensor) -> None:
-        self.cos_SH = cos_SH
-        self.sin_SH = sin_SH
-        self.mask_B1SS = mask_B1SS
-
-
-def attention_context(document_ids_BS: Tensor, head_dim: int, rope_theta: float) -> AttentionContext:
-    """Build the rotary angles (Su et al., 2021, in the half-split pairing) and the causal document mask of one batch.
-
-    Args:
-        document_ids_BS: int32; positions with equal ids see each other. Padding has its own id, so no row is empty.
-        head_dim: even width of one head.
-        rope_theta: base of the rotary frequencies.
-    """
-    num_positions = document_ids_BS.shape[1]
-    device = document_ids_BS.device
-    frequencies = rope_theta ** (-torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim)
-    angles = torch.arange(num_positions, device=device, dtype=torch.float32)[:, None] * frequencies
-    angles_SH = torch.cat([angles, angles], dim=-1)
-    same_document = document_ids_BS[:, :, None] == document_ids_BS[:, None, :]
-    mask_B1SS = same_document.tril()[:, None]
-    return AttentionContext(angles_SH.cos(), angles_SH.sin(), mask_B1SS)
-
-
-def _rotate(x_BHSd: Tensor, context: AttentionContext) -> Tensor:
-    x = x_BHSd.float()
-    first, second = x.chunk(2, dim=-1)
-    rotated = x * context.cos_SH + torch.cat([-second, first], dim=-1) * context.sin_SH
-    return rotated.to(x_BHSd.dtype)
-
-
-class Attention(nn.Module):
+class Attention(_Dense):
     """Grouped-query attention with rotary positions and optional QK-norm (per head, or over the whole width).
 
     With ``recompute`` the backward computes all between the projections in and the projection out a second time.
@@ -96,22 +105,18 @@ class Attention(nn.Module):
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
         """Return the mixed values (B, S, width of all heads) of projections (B, S, width)."""
-        if self.qk_norm == "width":
-            q, k = self.q_norm(q), self.k_norm(k)
-        q = q.view(*q.shape[:2], self.num_heads, self.head_dim)
-        k = k.view(*k.shape[:2], self.num_kv_heads, self.head_dim)
-        v = v.view(*v.shape[:2], self.num_kv_heads, self.head_dim)
-        if self.qk_norm == "head":
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        q, k = _rotate(q, context), _rotate(k, context)
-        mixed = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=context.mask_B1SS, enable_gqa=self.num_kv_heads != self.num_heads
-        )
-        return mixed.transpose(1, 2).flatten(2)
+        turned = self.fused(_normalise_and_rotate)
+        q_BSHd = turned(q, context.cos_SH, context.sin_SH, self.head_dim, *self._norm("q_norm"))
+        k_BSGd = turned(k, context.cos_SH, context.sin_SH, self.head_dim, *self._norm("k_norm"))
+        v_BSGd = v.view(*v.shape[:2], self.num_kv_heads, self.head_dim)
+        return attend(q_BSHd, k_BSGd, v_BSGd, context)
+
+    def _norm(self, name: str) -> tuple[Tensor | None, float]:
+        norm: RMSNorm | None = getattr(self, name, None)
+        return (None, 0.0) if norm is None else (norm.weight, norm.eps)
 
 
-class FeedForward(nn.Module):
+class FeedForward(_Dense):
     """SwiGLU feed-forward (Shazeer, 2020): ``down(silu(gate x) * up x)``; gate rows come first in ``gate_up``."""
 
     def __init__(self, d_model: int, d_hidden: int, device: torch.device | str | None = None) -> None:
@@ -121,6 +126,39 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform every position alone; ``(..., D)`` in and out."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        out: Tensor = self.down(F.silu(gate) * up)
+        out: Tensor = self.down(self.fused(_swiglu)(self.gate_up(x)))
         return out
+
+
+def _normalise(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps).to(x.dtype)
+
+
+def _sum_and_normalise(x: Tensor, change: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + change
+    return total, _normalise(total, weight, eps)
+
+
+def _normalise_and_add(x: Tensor, change: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x + _normalise(change, weight, eps)
+
+
+def _normalise_and_rotate(
+    x_BSQ: Tensor, cos_SH: Tensor, sin_SH: Tensor, head_dim: int, weight: Tensor | None, eps: float
+) -> Tensor:
+    """Return projected heads (B, S, heads, head_dim), normalised where there is a weight, and turned by position."""
+    over_width = weight is not None and weight.shape[0] == x_BSQ.shape[-1]
+    if weight is not None and over_width:
+        x_BSQ = _normalise(x_BSQ, weight, eps)
+    heads = x_BSQ.unflatten(-1, (-1, head_dim))
+    if weight is not None and not over_width:
+        heads = _normalise(heads, weight, eps)
+    x = heads.float()
+    first, second = x.chunk(2, dim=-1)
+    rotated = x * cos_SH[:, None] + torch.cat([-second, first], dim=-1) * sin_SH[:, None]
+    return rotated.to(heads.dtype)
+
+
+def _swiglu(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up

@@ -1,14 +1,27 @@
 """The decoder: dense and mixture-of-experts blocks built from a `ModelSpec`, with the experts of this rank only."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
 from coterie_experts import GroupedExperts
 from coterie_export import ModelSpec
-from coterie_parallel import DENSE, EXPERTS, Axis, Dispatched, Dispatcher, DispatchOptions, Placement, make_dispatcher
+from coterie_parallel import (
+    DENSE,
+    EXPERTS,
+    TIED_EMBEDDING,
+    Axis,
+    Dispatched,
+    Dispatcher,
+    DispatchOptions,
+    Placement,
+    Stage,
+    Stages,
+    make_dispatcher,
+)
 from coterie_routing import Assignment, ChoiceMemo, Router, Routing
 from torch import Tensor, nn
 
@@ -24,7 +37,8 @@ class ModelOutput:
     """What one forward returns.
 
     Attributes:
-        hidden_BSD: last hidden states after the final norm; `Decoder.logits` turns them into logits.
+        hidden_BSD: last hidden states after the final norm, which `Decoder.logits` turns into logits; the residual
+            stream of a pipeline stage that is not the last.
         routings: what the router of each MoE layer decided and counted, in layer order.
     """
 
@@ -151,27 +165,35 @@ class Decoder(nn.Module):
     """A decoder-only language model whose parameter names and shapes are those of its `ModelSpec`.
 
     Build it on the meta device with `build_model`, which also materialises it; the experts held are those of this
-    rank, everything else is whole. ``recompute`` names what the backward computes again.
+    rank, everything else is whole. ``recompute`` names what the backward computes again. In a pipeline it holds the
+    parts of ``stages`` only, under the same names: layers of other ranks are None.
     """
 
     def __init__(
         self,
         spec: ModelSpec,
-        feed_forwards: list[FeedForward | MoE],
+        feed_forwards: Mapping[int, FeedForward | MoE],
         device: torch.device | str,
         *,
         recompute: Collection[str] = (),
+        stages: Sequence[Stage] | None = None,
     ) -> None:
         super().__init__()
         self.spec = spec
         self.recomputes_blocks = "block" in recompute
-        self.embed = nn.Embedding(spec.vocab_size, spec.d_model, device=device)
-        self.layers = nn.ModuleList(
-            [Block(spec, feed_forward, device, recompute=recompute) for feed_forward in feed_forwards]
-        )
-        self.norm = RMSNorm(spec.d_model, spec.norm_eps, device)
-        if not spec.tied_embeddings:
-            self.head = nn.Linear(spec.d_model, spec.vocab_size, bias=False, device=device)
+        has_first = stages is None or any(stage.is_first for stage in stages)
+        has_last = stages is None or any(stage.is_last for stage in stages)
+        if has_first or (has_last and spec.tied_embeddings):
+            self.embed = nn.Embedding(spec.vocab_size, spec.d_model, device=device)
+        self.layers = nn.ModuleList()
+        for index in range(spec.num_layers):
+            here = index in feed_forwards
+            block = Block(spec, feed_forwards[index], device, recompute=recompute) if here else None
+            self.layers.add_module(str(index), block)
+        if has_last:
+            self.norm = RMSNorm(spec.d_model, spec.norm_eps, device)
+            if not spec.tied_embeddings:
+                self.head = nn.Linear(spec.d_model, spec.vocab_size, bias=False, device=device)
 
     def forward(self, tokens_BS: Tensor, document_ids_BS: Tensor) -> ModelOutput:
         """Run the decoder.
@@ -180,11 +202,29 @@ class Decoder(nn.Module):
             tokens_BS: int64 ids, each below the vocabulary size.
             document_ids_BS: int32 number of the document a position belongs to inside its sequence; -1 is padding.
         """
+        x_BSD, routings = self._run_layers(self.embed(tokens_BS), document_ids_BS, range(self.spec.num_layers))
+        return ModelOutput(self.norm(x_BSD), routings)
+
+    def run_stage(self, stage: Stage, x: Tensor, document_ids_BS: Tensor) -> ModelOutput:
+        """Run one stage of a pipeline.
+
+        Args:
+            stage: one of those that this was built with.
+            x: tokens (B, S) for the first stage, else the residual stream (B, S, D) that the stage before returned.
+            document_ids_BS: as for `forward`.
+        """
+        x_BSD = self.embed(x) if stage.is_first else x
+        x_BSD, routings = self._run_layers(x_BSD, document_ids_BS, stage.layers)
+        return ModelOutput(self.norm(x_BSD) if stage.is_last else x_BSD, routings)
+
+    def _run_layers(
+        self, x_BSD: Tensor, document_ids_BS: Tensor, layers: Iterable[int]
+    ) -> tuple[Tensor, list[Routing]]:
         context = attention_context(document_ids_BS, self.spec.head_dim, self.spec.rope_theta)
         is_real_BS = document_ids_BS >= 0
-        x_BSD = self.embed(tokens_BS)
         routings: list[Routing] = []
-        for layer in self.layers:
+        for index in layers:
+            layer = self.layers[index]
             if self.recomputes_blocks and torch.is_grad_enabled():
                 draws = any(isinstance(one, Router) and one.config.jitter > 0 for one in layer.modules())
                 x_BSD, routing = again(layer, x_BSD, context, is_real_BS, ChoiceMemo(), preserve_rng=draws)
@@ -192,7 +232,7 @@ class Decoder(nn.Module):
                 x_BSD, routing = layer(x_BSD, context, is_real_BS)
             if routing is not None:
                 routings.append(routing)
-        return ModelOutput(self.norm(x_BSD), routings)
+        return x_BSD, routings
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits (..., V) of hidden states (..., D)."""
@@ -219,6 +259,7 @@ def build_model(
     expert_backend: ExpertBackend = "auto",
     assignment: Assignment | None = None,
     recompute: Sequence[str] = (),
+    stages: Sequence[Stage] | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Decoder:
@@ -232,6 +273,7 @@ def build_model(
         expert_backend: name of the expert kernels.
         assignment: decides the load in place of the routers; each layer has a seed of its own.
         recompute: what the backward computes again, see `coterie_trainer.recompute`.
+        stages: those of this rank in a pipeline; None for the whole model.
         device: where the parameters live.
         dtype: dtype of all parameters.
 
@@ -245,12 +287,13 @@ def build_model(
     num_local_experts = spec.num_experts // axis.size
     meta = torch.device("meta")
     shared = make_dispatcher(dispatcher, num_experts=spec.num_experts, axis=axis, options=options)
-    feed_forwards: list[FeedForward | MoE] = []
-    for index in range(spec.num_layers):
+    whole = [range(spec.num_layers)]
+    feed_forwards: dict[int, FeedForward | MoE] = {}
+    for index in chain.from_iterable(whole if stages is None else [stage.layers for stage in stages]):
         if index < spec.num_dense_layers:
-            feed_forwards.append(FeedForward(spec.d_model, spec.dense_hidden, meta))
+            feed_forwards[index] = FeedForward(spec.d_model, spec.dense_hidden, meta)
             continue
-        moe = MoE(
+        feed_forwards[index] = MoE(
             spec,
             shared,
             expert_backend=expert_backend,
@@ -260,13 +303,21 @@ def build_model(
             recompute=recompute,
             device=meta,
         )
-        feed_forwards.append(moe)
-    model = Decoder(spec, feed_forwards, meta, recompute=recompute)
+    model = Decoder(spec, feed_forwards, meta, recompute=recompute, stages=stages)
     for parameter in model.parameters():  # not Module.to: buffers such as the selection bias stay fp32
         parameter.data = parameter.data.to(dtype)
     return model.to_empty(device=device)
 
 
-def placements(model: Decoder) -> dict[str, Placement]:
-    """Say for each parameter over which axes it is replicated and over which it is sharded."""
-    return {name: EXPERTS if ".moe.experts." in name else DENSE for name, _ in model.named_parameters()}
+def placements(model: Decoder, stages: Stages | None = None) -> dict[str, Placement]:
+    """Say for each parameter over which axes it is replicated and over which it is sharded.
+
+    Args:
+        model: of this rank.
+        stages: all of a pipeline; None for none.
+    """
+    embedding = TIED_EMBEDDING if model.spec.tied_embeddings and stages is not None and stages.ends_apart else DENSE
+    return {
+        name: embedding if name == "embed.weight" else EXPERTS if ".moe.experts." in name else DENSE
+        for name, _ in model.named_parameters()
+    }

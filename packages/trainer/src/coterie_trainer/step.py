@@ -1,15 +1,15 @@
 """One optimizer step and one evaluation: what is summed over tokens, micro-batches and ranks, and divided once."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from coterie_parallel import Mesh, all_reduce_sum
+from coterie_parallel import Mesh, Stages, all_reduce_sum
 from coterie_routing import (
     LoadSums,
     RequiredBias,
@@ -33,6 +33,7 @@ from coterie_trainer.capacity import CapacityWatch
 from coterie_trainer.config import TrainConfig, bias_rule
 from coterie_trainer.data.dataset import Batch
 from coterie_trainer.model import Decoder, dispatchers
+from coterie_trainer.pipeline import StageRunner
 
 __all__ = ["StepOptimizer", "StepResult", "Stepper", "cross_entropy_sum", "evaluate"]
 
@@ -52,7 +53,6 @@ class StepOptimizer(Protocol):
 
 _IGNORED = -1
 _BATCHES_BETWEEN_STOPS = 8
-_Sums = TypeVar("_Sums", LoadSums, RequiredBias)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +81,28 @@ class StepResult:
     stop_requested: bool
 
 
-@dataclass(frozen=True, kw_only=True)
 class _StepSums:
-    """Sums over the micro-batches of one rank: the loss, the load of each layer, and what the quantile rule needs."""
+    """Sums over the micro-batches of one rank.
 
-    loss: Tensor
-    layers: list[LoadSums]
-    required: list[RequiredBias] | None
+    Attributes:
+        loss: fp64 scalar; zero on a rank without the last stage of a pipeline.
+        layers: the load by MoE layer of the whole model; that of no tokens for a layer of another rank.
+        required: what the quantile rule needs, by MoE layer of this rank.
+    """
+
+    def __init__(self, num_moe_layers: int, num_experts: int, device: torch.device) -> None:
+        self.loss = torch.zeros((), dtype=torch.float64, device=device)
+        self.layers = [LoadSums.zero(num_experts, device) for _ in range(num_moe_layers)]
+        self.required: dict[int, RequiredBias] = {}
+
+    def add_load(self, rows: Sequence[int], routings: Sequence[Routing]) -> None:
+        """Add the load of one micro-batch in the MoE layers ``rows``."""
+        for row, routing in zip(rows, routings, strict=True):
+            self.layers[row] = self.layers[row] + routing.sums.detach()
+
+    def add_required(self, row: int, required: RequiredBias) -> None:
+        """Add what the tokens of one micro-batch asked of the bias of the MoE layer ``row``."""
+        self.required[row] = self.required[row] + required if row in self.required else required
 
 
 class Stepper:
@@ -98,22 +113,33 @@ class Stepper:
         optimizer: sums gradients over ranks, clips them and updates the parameters.
         mesh: the named axes of ranks.
         config: loss coefficients and the scope of the balance loss.
+        stages: all of a pipeline; None for none.
 
     Attributes:
         load_LE: int64, expert counts of the previous step by MoE layer, over all ranks and micro-batches; zero before
             the first step. The balance loss of scope "step" prices the probabilities of this step with it, so its
             gradient does not depend on how the step is split into ranks and micro-batches.
+        routers: those of this rank, by their row in ``load_LE``.
         capacity: runs the gradients of a step again when rows found no room, and counts the load of the buffers.
     """
 
-    def __init__(self, model: Decoder, optimizer: StepOptimizer, mesh: Mesh, config: TrainConfig) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        optimizer: StepOptimizer,
+        mesh: Mesh,
+        config: TrainConfig,
+        stages: Stages | None = None,
+    ) -> None:
         self.model, self.optimizer, self.mesh, self.config = model, optimizer, mesh, config
-        spec = model.spec
-        self.device = model.embed.weight.device
-        self.routers = [module for module in model.modules() if isinstance(module, Router)]
+        self.device = mesh.device
+        self.runner = None if stages is None else StageRunner(model, stages, mesh)
+        layers = range(model.spec.num_layers) if self.runner is None else self.runner.layers
+        routers = (module for module in model.modules() if isinstance(module, Router))
+        self.routers = dict(zip(self._rows(layers), routers, strict=False))
         self.bias_rule = bias_rule(config)
-        num_moe_layers = spec.num_layers - spec.num_dense_layers
-        self.load_LE = torch.zeros(num_moe_layers, spec.num_experts, dtype=torch.int64, device=self.device)
+        num_moe_layers = model.spec.num_layers - model.spec.num_dense_layers
+        self.load_LE = torch.zeros(num_moe_layers, model.spec.num_experts, dtype=torch.int64, device=self.device)
         self.capacity = CapacityWatch(dispatchers(model), mesh, self.device)
 
     def run(self, batches: Sequence[Batch], *, learning_rate: float, stop_requested: bool = False) -> StepResult:
@@ -137,32 +163,50 @@ class Stepper:
         self._train_selection_bias(sums.required)
         return result
 
-    def _accumulate(self, batches: Sequence[Batch], step_targets: Tensor, step_tokens: Tensor) -> "_StepSums":
+    def _accumulate(self, batches: Sequence[Batch], step_targets: Tensor, step_tokens: Tensor) -> _StepSums:
         """Compute the gradient of all micro-batches from nothing; changes nothing but the gradients."""
+        assert batches, "a step needs at least one micro-batch"
         self.optimizer.zero_grad()
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        layer_sums: list[LoadSums] | None = None
-        required: list[RequiredBias] | None = None
+        sums = _StepSums(len(self.load_LE), self.model.spec.num_experts, self.device)
+
+        def share_of_loss(hidden_BSD: Tensor, targets_BS: Tensor) -> Tensor:
+            batch_loss = cross_entropy_sum(self.model, hidden_BSD, targets_BS)
+            sums.loss += batch_loss.detach()
+            return batch_loss / step_targets
+
+        def auxiliary(layers: Iterable[int], routings: Sequence[Routing], num_sequences: int) -> Tensor | None:
+            rows = self._rows(layers)
+            sums.add_load(rows, routings)
+            if self.bias_rule is not None and self.bias_rule.kind == "quantile":
+                for row, routing in zip(rows, routings, strict=True):
+                    sums.add_required(row, required_bias(routing, _bias(self.routers[row])))
+            return self._auxiliary(rows, routings, step_tokens, num_sequences=num_sequences) if rows else None
+
+        if self.runner is not None:
+            self.runner.train(
+                batches, share_of_loss, auxiliary, around_last=lambda: self.optimizer.micro_batch(is_last=True)
+            )
+            return sums
         for number, batch in enumerate(batches, start=1):
             output = self.model(batch.tokens_BS, batch.document_ids_BS)
-            batch_loss = cross_entropy_sum(self.model, output.hidden_BSD, batch.targets_BS)
-            auxiliary = self._auxiliary(output.routings, step_tokens, num_sequences=len(batch.tokens_BS))
-            objective = batch_loss / step_targets + auxiliary
+            objective = share_of_loss(output.hidden_BSD, batch.targets_BS)
+            extra = auxiliary(range(self.model.spec.num_layers), output.routings, len(batch.tokens_BS))
             with self.optimizer.micro_batch(is_last=number == len(batches)):
-                torch.autograd.backward(objective)
-            loss_sum += batch_loss.detach()
-            seen = [routing.sums.detach() for routing in output.routings]
-            layer_sums = _added(layer_sums, seen)
-            if self.bias_rule is not None and self.bias_rule.kind == "quantile":
-                required = _added(required, self._required_bias(output.routings))
-        assert layer_sums is not None, "a step needs at least one micro-batch"
-        return _StepSums(loss=loss_sum, layers=layer_sums, required=required)
+                torch.autograd.backward(objective if extra is None else objective + extra)
+        return sums
+
+    def _rows(self, layers: Iterable[int]) -> list[int]:
+        """Return which rows of ``load_LE`` the MoE layers among these have."""
+        num_dense = self.model.spec.num_dense_layers
+        return [layer - num_dense for layer in layers if layer >= num_dense]
 
     def _zero(self) -> Tensor:
         return torch.zeros((), dtype=torch.int64, device=self.device)
 
-    def _auxiliary(self, routings: list[Routing], step_tokens: Tensor, *, num_sequences: int) -> Tensor:
-        """Return this micro-batch's share of the balance and z losses, summed over layers."""
+    def _auxiliary(
+        self, rows: Sequence[int], routings: Sequence[Routing], step_tokens: Tensor, *, num_sequences: int
+    ) -> Tensor:
+        """Return this micro-batch's share of the balance and z losses, summed over the MoE layers ``rows``."""
         config = self.config
         balance_L = balance_terms(
             routings,
@@ -171,34 +215,32 @@ class Stepper:
             top_k=self.model.spec.top_k,
             step_tokens=step_tokens,
             num_sequences=num_sequences,
-            load_LE=self.load_LE,
+            load_LE=self.load_LE[rows[0] : rows[-1] + 1],
             sum_over_ranks=lambda counts: all_reduce_sum(counts, self.mesh.axis("data")),
         )
         z_L = torch.stack([z_term(routing.sums, step_tokens) for routing in routings])
         return config.balance_coefficient * balance_L.sum() + config.z_coefficient * z_L.sum()
 
-    def _required_bias(self, routings: list[Routing]) -> list[RequiredBias]:
-        """Return, for each layer, which selection bias the tokens of one micro-batch asked of the experts."""
-        return [required_bias(routing, _bias(router)) for router, routing in zip(self.routers, routings, strict=True)]
-
     @torch.no_grad()
-    def _train_selection_bias(self, required: list[RequiredBias] | None) -> None:
+    def _train_selection_bias(self, required: Mapping[int, RequiredBias]) -> None:
         """Replace the selection bias of every layer by what the rule makes of the load of the whole step."""
-        rule = self.bias_rule
-        if rule is None:
+        rule, rows = self.bias_rule, list(self.routers)
+        if rule is None or not rows:
             return
-        biases_LE = torch.stack([_bias(router) for router in self.routers])
-        if required is None:
-            next_LE = updated_bias(biases_LE, self.load_LE, rule)
+        biases_LE = torch.stack([_bias(router) for router in self.routers.values()])
+        if not required:
+            next_LE = updated_bias(biases_LE, torch.stack([self.load_LE[row] for row in rows]), rule)
         else:
-            counts_LEB = all_reduce_sum(torch.stack([one.counts_EB for one in required]), self.mesh.axis("data"))
+            counts_LEB = all_reduce_sum(torch.stack([required[row].counts_EB for row in rows]), self.mesh.axis("data"))
             next_LE = torch.stack(
                 [
-                    quantile_bias(bias_E, replace(one, counts_EB=counts_EB), rule, top_k=self.model.spec.top_k)
-                    for bias_E, one, counts_EB in zip(biases_LE, required, counts_LEB, strict=True)
+                    quantile_bias(
+                        bias_E, replace(required[row], counts_EB=counts_EB), rule, top_k=self.model.spec.top_k
+                    )
+                    for row, bias_E, counts_EB in zip(rows, biases_LE, counts_LEB, strict=True)
                 ]
             )
-        for router, next_E in zip(self.routers, next_LE, strict=True):
+        for router, next_E in zip(self.routers.values(), next_LE, strict=True):
             _bias(router).copy_(next_E)
 
     def _result(
@@ -206,7 +248,7 @@ class Stepper:
     ) -> StepResult:
         """Sum what every rank saw in one collective, and read it in one copy to the host."""
         own = torch.stack([loss_sum, torch.full_like(loss_sum, float(stop))])
-        packed = all_reduce_sum(torch.cat([own, pack(layer_sums)]), self.mesh.axis("data"))
+        packed = all_reduce_sum(torch.cat([own, pack(layer_sums)]), self.mesh.axis("world"))
         layer_sums = unpack(packed[own.numel() :], layer_sums)
         self.load_LE = torch.stack([sums.counts_E for sums in layer_sums])
         balance_L = torch.stack([self._balance(sums) for sums in layer_sums])
@@ -238,11 +280,6 @@ def _bias(router: Router) -> Tensor:
     return router.selection_bias
 
 
-def _added(total: list[_Sums] | None, more: list[_Sums]) -> list[_Sums]:
-    """Add the sums of one micro-batch to those of the ones before, layer by layer."""
-    return more if total is None else [a + b for a, b in zip(total, more, strict=True)]
-
-
 def cross_entropy_sum(model: Decoder, hidden_BSD: Tensor, targets_BS: Tensor) -> Tensor:
     """Return the sum of the cross-entropy in nats over positions that have a target (``targets_BS`` not -1)."""
     logits = model.logits(hidden_BSD).flatten(0, 1).float()
@@ -256,28 +293,56 @@ def evaluate(
     mesh: Mesh,
     stop_requested: Callable[[], bool] = lambda: False,
     capacity: CapacityWatch | None = None,
+    runner: StageRunner | None = None,
+    num_micro_batches: int = 1,
 ) -> float | None:
     """Return the mean cross-entropy in nats per target token over all ranks' batches, None if it was cut short.
 
     Every rank must bring the same number of batches, padded with empty ones: the experts of a rank serve all ranks.
-    Every few batches the ranks agree whether ``stop_requested`` is true on any of them. A batch whose rows found no
-    room is run again; ``capacity`` counts that, where it is given.
+    Every few batches the ranks agree whether ``stop_requested`` is true on any of them. Batches whose rows found no
+    room are run again; ``capacity`` counts that, where it is given. In a pipeline, whose stages ``runner`` has,
+    ``num_micro_batches`` flow through together.
     """
-    device = model.embed.weight.device
+    device = mesh.device
     capacity = CapacityWatch(dispatchers(model), mesh, device) if capacity is None else capacity
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    for number, batch in enumerate(batches):
-        if number % _BATCHES_BETWEEN_STOPS == 0:
+    seen, seen_at_stop = 0, -_BATCHES_BETWEEN_STOPS
+    for group in _groups(batches, 1 if runner is None else num_micro_batches):
+        if seen - seen_at_stop >= _BATCHES_BETWEEN_STOPS:
+            seen_at_stop = seen
             stop = torch.tensor(float(stop_requested()), device=device)
-            if float(all_reduce_sum(stop, mesh.axis("data"))) > 0:
+            if float(all_reduce_sum(stop, mesh.axis("world"))) > 0:
                 return None
-        sums += capacity.fit(partial(_loss_and_targets, model, batch.to(device)))
-    loss_sum, num_targets = all_reduce_sum(sums, mesh.axis("data")).tolist()
+        seen += len(group)
+        sums += capacity.fit(partial(_loss_and_targets, model, [batch.to(device) for batch in group], runner))
+    loss_sum, num_targets = all_reduce_sum(sums, mesh.axis("world")).tolist()
     return loss_sum / num_targets if num_targets else math.nan
 
 
-def _loss_and_targets(model: Decoder, batch: Batch) -> Tensor:
-    """Return the summed cross-entropy of a batch and its number of targets, fp64."""
-    output = model(batch.tokens_BS, batch.document_ids_BS)
-    loss = cross_entropy_sum(model, output.hidden_BSD, batch.targets_BS)
-    return torch.stack([loss.double(), (batch.targets_BS != _IGNORED).sum().double()])
+def _groups(batches: Iterable[Batch], size: int) -> Iterator[list[Batch]]:
+    """Yield ``size`` batches at a time, the last ones filled up with nothing but padding."""
+    group: list[Batch] = []
+    for batch in batches:
+        group.append(batch)
+        if len(group) == size:
+            yield group
+            group = []
+    if group:
+        yield group + [group[0].padding()] * (size - len(group))
+
+
+def _loss_and_targets(model: Decoder, batches: Sequence[Batch], runner: StageRunner | None) -> Tensor:
+    """Return the summed cross-entropy of some batches and their number of targets, fp64; zeros on earlier stages."""
+    sums = torch.zeros(2, dtype=torch.float64, device=batches[0].tokens_BS.device)
+
+    def add(hidden_BSD: Tensor, targets_BS: Tensor) -> Tensor:
+        loss = cross_entropy_sum(model, hidden_BSD, targets_BS)
+        sums.add_(torch.stack([loss.double(), (targets_BS != _IGNORED).sum().double()]))
+        return loss
+
+    if runner is not None:
+        runner.evaluate(batches, add)
+        return sums
+    for batch in batches:
+        add(model(batch.tokens_BS, batch.document_ids_BS).hidden_BSD, batch.targets_BS)
+    return sums

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import torch
 from coterie_export import ModelSpec
-from coterie_parallel import AdamWConfig, Chunk, Mesh, Optimizer, accumulate_in_fp32, all_gather_objects, make_plan
+from coterie_parallel import (
+    AdamWConfig,
+    Chunk,
+    Mesh,
+    Optimizer,
+    accumulate_in_fp32,
+    all_gather_objects,
+    make_plan,
+    make_stages,
+)
 from torch import Tensor
 
 from coterie_trainer.checkpoint import Checkpoints, global_tensors
@@ -94,6 +103,8 @@ class Run:
             seed=config.seed,
         )
         self.spec = model_spec(config, self.train_split)
+        pipeline = mesh.axis("pipeline")
+        self.stages = make_stages(config.parallel, self.spec.num_layers) if pipeline.size > 1 else None
         self.model = build_model(
             self.spec,
             expert_axis=mesh.axis("expert"),
@@ -102,15 +113,16 @@ class Run:
             expert_backend=config.model.expert_backend,
             assignment=assignment(train),
             recompute=train.recompute,
+            stages=None if self.stages is None else self.stages.on_rank(pipeline.index),
             device=device,
             # FSDP2 keeps fp32 weights and gathers them in the dtype of the run.
             dtype=torch.float32 if config.parallel.data_parallel == "fsdp" else self.dtype,
         )
         initialize(self.model, seed=config.seed, std=config.model.init_std)
-        self.placements = placements(self.model)
+        self.placements = placements(self.model, self.stages)
         self.optimizer = self._optimizer()
-        self.stepper = Stepper(self.model, self.optimizer, mesh, train)
-        self.checkpoints = Checkpoints(config.run_folder, mesh.axis("world"), keep=config.checkpoint.keep)
+        self.stepper = Stepper(self.model, self.optimizer, mesh, train, self.stages)
+        self.checkpoints = Checkpoints(config.run_folder, mesh.axis("world"), pipeline, keep=config.checkpoint.keep)
         self.step = 0
         self.tokens_seen = 0
 
@@ -220,7 +232,15 @@ class Run:
             data_size=data.size,
             limit=train.evaluate_sequences,
         )
-        loss = evaluate(self.model, batches, self.mesh, lambda: stop.requested, self.stepper.capacity)
+        loss = evaluate(
+            self.model,
+            batches,
+            self.mesh,
+            lambda: stop.requested,
+            self.stepper.capacity,
+            self.stepper.runner,
+            num_micro_batches=train.sequences_per_step // (data.size * train.sequences_per_micro_batch),
+        )
         self._show_notes(reporter)
         if loss is None:  # asked to stop: the loop ends with its next step
             return

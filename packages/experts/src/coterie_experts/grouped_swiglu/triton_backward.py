@@ -1,4 +1,4 @@
-"""Triton kernels of the backward pass: gradient of the hidden units with dSwiGLU, weight gradients, row weights.
+"""Triton kernels of the backward pass: gradient through the activation, weight gradients, row weights.
 
 Shapes are in padded rows P, see ``triton_layout.py``.
 """
@@ -8,11 +8,8 @@ Shapes are in padded rows P, see ``triton_layout.py``.
 import triton
 import triton.language as tl
 
-from coterie_experts.grouped_swiglu.triton_forward import (
-    expert_and_sources,
-    fast_sigmoid,
-    gathered_rows,
-)
+from coterie_experts.grouped_swiglu.triton_activation import fast_sigmoid, held_below, held_within
+from coterie_experts.grouped_swiglu.triton_forward import bias_of_columns, expert_and_sources, gathered_rows
 from coterie_experts.grouped_swiglu.triton_tiles import place_of_tile
 
 __all__ = ["grad_of_hidden", "grad_of_row_weights", "grad_of_weights_by_load", "grad_of_weights_in_turn"]
@@ -27,6 +24,7 @@ def grad_of_hidden(
     grad_pre_ptr,
     activation_ptr,
     dots_ptr,
+    bias_ptr,
     source_ptr,
     weight_ptr,
     expert_ptr,
@@ -41,10 +39,13 @@ def grad_of_hidden(
     EVEN: tl.constexpr,
     EVEN_HIDDEN: tl.constexpr,
     PARTS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):
-    """Multiply gathered rows of the output's gradient with down (e, D, H) and go back through SwiGLU.
+    """Multiply gathered rows of the output's gradient with down (e, D, H) and go back through the activation.
 
-    Stores the gradient of the pre-activation (it may overwrite the pre-activation: an element is read before it is
+    The pre-activation is what ``up_with_activation`` stored plus its bias, which may be None. Stores the gradient of the pre-activation (it may overwrite the pre-activation: an element is read before it is
     written and by nobody else), the weighted activation for the weight gradient, and for each row and column tile the
     dot product of activation and gradient, (P, column tiles), whose sum is the gradient of the row's weight. A tile
     ends in ``PARTS`` (a power of two) parts of its columns, so that the registers hold one part at a time.
@@ -65,6 +66,7 @@ def grad_of_hidden(
             weights = down_desc.load([expert, depth, hidden]).reshape(DEPTH, COLUMNS)
             total = tl.dot(grad_y, weights, total, input_precision="ieee")
 
+        this_expert = expert
         next_row_tile, next_column_tile = place_of_tile(
             tile + tl.num_programs(0), num_row_tiles, num_column_tiles, BAND
         )
@@ -75,24 +77,49 @@ def grad_of_hidden(
         unit: tl.constexpr = 128 // pre_ptr.dtype.element_ty.primitive_bitwidth
         width = d_hidden // unit * unit
         # 64 bits for the place of the tile, 32 for places within it.
-        pre_place = tl.cast(row_tile * ROWS, tl.int64) * (2 * width) + hidden
+        if ACTIVATION == "relu_squared":
+            pre_width = width
+        else:
+            pre_width = 2 * width
+        pre_place = tl.cast(row_tile * ROWS, tl.int64) * pre_width + hidden
         place = tl.cast(row_tile * ROWS, tl.int64) * width + hidden
         pointers = (pre_ptr + pre_place, grad_pre_ptr + pre_place, activation_ptr + place)
         num_left = width - hidden
+        if bias_ptr is None:
+            bias_row_ptr = None
+        else:
+            bias_row_ptr = bias_ptr + this_expert.to(tl.int64) * pre_width + hidden
         # Most tiles have no row of weight zero and need no selection.
         if tl.load(has_zero_ptr + row_tile):
-            dots = _back_through_swiglu(total, weight, pointers, width, num_left, PARTS, EVEN_HIDDEN, SELECT=True)
+            dots = _back_through_activation(
+                total, weight, pointers, bias_row_ptr, width, num_left, PARTS, EVEN_HIDDEN, ACTIVATION, ALPHA, LIMIT,
+                SELECT=True,
+            )  # fmt: skip
         else:
-            dots = _back_through_swiglu(total, weight, pointers, width, num_left, PARTS, EVEN_HIDDEN, SELECT=False)
+            dots = _back_through_activation(
+                total, weight, pointers, bias_row_ptr, width, num_left, PARTS, EVEN_HIDDEN, ACTIVATION, ALPHA, LIMIT,
+                SELECT=False,
+            )  # fmt: skip
         tl.store(dots_ptr + rows.to(tl.int64) * num_column_tiles + column_tile, dots)
         row_tile, column_tile = next_row_tile, next_column_tile
 
 
 @triton.jit
-def _back_through_swiglu(
-    total, weight, pointers, width, num_left, PARTS: tl.constexpr, EVEN: tl.constexpr, SELECT: tl.constexpr
+def _back_through_activation(
+    total,
+    weight,
+    pointers,
+    bias_ptr,
+    width,
+    num_left,
+    PARTS: tl.constexpr,
+    EVEN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    SELECT: tl.constexpr,
 ):
-    """Store the gradients of gate and up and the weighted activation of a tile; return its dots, one for each row."""
+    """Store the gradient of the pre-activation and the weighted activation of a tile; return its dots, one a row."""
     pre_ptr, grad_pre_ptr, activation_ptr = pointers
     ROWS: tl.constexpr = total.shape[0]
     WIDTH: tl.constexpr = total.shape[1] // PARTS
@@ -100,38 +127,75 @@ def _back_through_swiglu(
     parts = _columns_in_parts(total, PARTS)
     inside = tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
-    # Gate and up together, (ROWS, 2, WIDTH): one exchange between threads in place of two.
-    sides = inside[:, None, None] * (2 * width) + tl.arange(0, 2)[None, :, None] * width + columns[None, None, :]
+    if ACTIVATION == "relu_squared":
+        sides = inside[:, None] * width + columns[None, :]
+    else:
+        # Gate and up together, (ROWS, 2, WIDTH): one exchange between threads in place of two.
+        sides = inside[:, None, None] * (2 * width) + tl.arange(0, 2)[None, :, None] * width + columns[None, None, :]
     counts = (weight != 0)[:, None]
     dots = tl.zeros((ROWS,), dtype=tl.float32)
-    pre = _load_columns(pre_ptr + sides, _is_left(columns, num_left, pre_ptr)[None, None, :], EVEN)
+    pre = _load_columns(pre_ptr + sides, _is_left(columns, num_left, pre_ptr, len(sides.shape)), EVEN)
     for part in tl.static_range(PARTS):
-        gate, up = pre.to(tl.float32).permute(0, 2, 1).split()
+        if ACTIVATION == "relu_squared":
+            gate = pre.to(tl.float32)
+        else:
+            gate, up = pre.to(tl.float32).permute(0, 2, 1).split()
         if part + 1 < PARTS:
             # On its way while this part is worked on.
             next_columns = (part + 1) * WIDTH + columns
             pre = _load_columns(
-                pre_ptr + (part + 1) * WIDTH + sides, _is_left(next_columns, num_left, pre_ptr)[None, None, :], EVEN
+                pre_ptr + (part + 1) * WIDTH + sides,
+                _is_left(next_columns, num_left, pre_ptr, len(sides.shape)),
+                EVEN,
             )
+        if bias_ptr is not None:
+            gate += bias_of_columns(bias_ptr, part * WIDTH + columns, num_left)
+            if ACTIVATION != "relu_squared":
+                up += bias_of_columns(bias_ptr + width, part * WIDTH + columns, num_left)
         grad = parts[part]
-        sigmoid = fast_sigmoid(gate)
-        silu = gate * sigmoid
-        activation = silu * up
+        if ACTIVATION == "swiglu":
+            sigmoid = fast_sigmoid(gate)
+            silu = gate * sigmoid
+            activation = silu * up
+        elif ACTIVATION == "swiglu_clamped":
+            # A value beyond the limit has no gradient, one at the limit has.
+            gate_counts = (gate <= LIMIT) | (gate != gate)
+            up_counts = (tl.abs(up) <= LIMIT) | (up != up)
+            gate = held_below(gate, LIMIT)
+            up = held_within(up, LIMIT) + 1.0
+            sigmoid = fast_sigmoid(ALPHA * gate)
+            silu = gate * sigmoid
+            activation = silu * up
+        else:
+            tl.static_assert(ACTIVATION == "relu_squared")
+            relu = tl.where(gate < 0.0, 0.0, gate)
+            activation = relu * relu
         dots += tl.sum(grad * activation, 1)
         weighted = activation * weight[:, None]
         grad = grad * weight[:, None]
-        grad_up = grad * silu
-        grad_gate = grad * up * (sigmoid + silu * (1 - sigmoid))
+        if ACTIVATION == "relu_squared":
+            grad_gate = 2.0 * grad * relu
+        elif ACTIVATION == "swiglu_clamped":
+            grad_up = tl.where(up_counts, grad * silu, 0.0)
+            grad_gate = tl.where(gate_counts, grad * up * (sigmoid + ALPHA * silu * (1 - sigmoid)), 0.0)
+        else:
+            grad_up = grad * silu
+            grad_gate = grad * up * (sigmoid + silu * (1 - sigmoid))
         if SELECT:
             # Selected, not multiplied: rows of weight zero may hold NaN.
             weighted = tl.where(counts, weighted, 0.0)
-            grad_up = tl.where(counts, grad_up, 0.0)
+            if ACTIVATION != "relu_squared":
+                grad_up = tl.where(counts, grad_up, 0.0)
             grad_gate = tl.where(counts, grad_gate, 0.0)
-        both = tl.join(grad_gate.to(dtype), grad_up.to(dtype)).permute(0, 2, 1)
-        left = _is_left(part * WIDTH + columns, num_left, pre_ptr)
-        _store_columns(grad_pre_ptr + part * WIDTH + sides, both, left[None, None, :], EVEN)
+        if ACTIVATION == "relu_squared":
+            grad_pre = grad_gate.to(dtype)
+        else:
+            grad_pre = tl.join(grad_gate.to(dtype), grad_up.to(dtype)).permute(0, 2, 1)
+        left = _is_left(part * WIDTH + columns, num_left, pre_ptr, len(sides.shape))
+        _store_columns(grad_pre_ptr + part * WIDTH + sides, grad_pre, left, EVEN)
         places = inside[:, None] * width + columns[None, :]
-        _store_columns(activation_ptr + part * WIDTH + places, weighted.to(dtype), left[None, :], EVEN)
+        left = _is_left(part * WIDTH + columns, num_left, pre_ptr, 2)
+        _store_columns(activation_ptr + part * WIDTH + places, weighted.to(dtype), left, EVEN)
     return dots
 
 
@@ -145,9 +209,13 @@ def _columns_in_parts(tile, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _is_left(columns, num_left, pointer):
+def _is_left(columns, num_left, pointer, RANK: tl.constexpr):
     unit: tl.constexpr = 128 // pointer.dtype.element_ty.primitive_bitwidth
-    return columns // unit < num_left // unit
+    is_left = columns // unit < num_left // unit
+    if RANK == 2:
+        return is_left[None, :]
+    else:
+        return is_left[None, None, :]
 
 
 @triton.jit
@@ -168,20 +236,40 @@ def _store_columns(pointers, values, is_inside, EVEN: tl.constexpr):
 
 @triton.jit
 def grad_of_row_weights(
-    dots_ptr, weight_ptr, slot_ptr, num_tiles_ptr, grad_ptr, num_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    dots_ptr,
+    bias_dots_ptr,
+    weight_ptr,
+    slot_ptr,
+    num_tiles_ptr,
+    grad_ptr,
+    num_columns,
+    num_bias_columns,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BIAS_COLUMNS: tl.constexpr,
 ):
-    """Sum the dots (P, num_columns) of each padded row and store them by slot; at weight 0 only what is finite."""
+    """Sum the dots (P, num_columns) of each padded row and store them by slot; at weight 0 only what is finite.
+
+    Those of the bias (P, num_bias_columns), which may be None, are added.
+    """
     tile = tl.program_id(0)
     if tile < tl.load(num_tiles_ptr):
         rows = tile * ROWS + tl.arange(0, ROWS)
-        columns = tl.arange(0, COLUMNS)
-        places = rows.to(tl.int64)[:, None] * num_columns + columns[None, :]
-        grad = tl.sum(tl.load(dots_ptr + places, mask=(columns < num_columns)[None, :], other=0.0), 1)
+        grad = _sums_of_rows(dots_ptr, rows, num_columns, COLUMNS)
+        if bias_dots_ptr is not None:
+            grad += _sums_of_rows(bias_dots_ptr, rows, num_bias_columns, BIAS_COLUMNS)
         weight = tl.load(weight_ptr + rows)
         # A difference with itself is zero for finite numbers alone.
         grad = tl.where((weight == 0) & (grad - grad != 0), 0.0, grad)
         slot = tl.load(slot_ptr + rows)
         tl.store(grad_ptr + slot, grad, mask=slot >= 0)
+
+
+@triton.jit
+def _sums_of_rows(values_ptr, rows, width, COLUMNS: tl.constexpr):
+    columns = tl.arange(0, COLUMNS)
+    places = rows.to(tl.int64)[:, None] * width + columns[None, :]
+    return tl.sum(tl.load(values_ptr + places, mask=(columns < width)[None, :], other=0.0), 1)
 
 
 @triton.jit

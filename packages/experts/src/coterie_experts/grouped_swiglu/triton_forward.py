@@ -1,4 +1,4 @@
-"""Triton kernels that produce rows: up projection with SwiGLU, rows times weights, sum over the choices of a token.
+"""Triton kernels that produce rows: up projection with activation, rows times weights, sum over the choices of a token.
 
 The matrix kernels are persistent: each program takes every num_programs-th tile. Shapes are in padded rows P, see
 ``triton_layout.py``; the weights come as tensor descriptors.
@@ -9,17 +9,18 @@ The matrix kernels are persistent: each program takes every num_programs-th tile
 import triton
 import triton.language as tl
 
+from coterie_experts.grouped_swiglu.triton_activation import fast_sigmoid, held_below, held_within
 from coterie_experts.grouped_swiglu.triton_tiles import place_of_tile
 
 __all__ = [
+    "bias_of_columns",
     "clear_rows",
     "clear_rows_past_the_end",
     "expert_and_sources",
-    "fast_sigmoid",
     "gathered_rows",
     "rows_times_weights",
     "sum_rows_of_tokens",
-    "up_with_swiglu",
+    "up_with_activation",
 ]
 
 
@@ -45,20 +46,20 @@ def expert_and_sources(expert_ptr, source_ptr, row_tile, num_row_tiles, inside):
 
 
 @triton.jit
-def fast_sigmoid(x):
-    """Return 1 / (1 + e^-x) in five instructions, within a few units in the last place; a division alone takes more."""
-    root = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
-    return root * root
+def bias_of_columns(bias_row_ptr, columns, width):
+    """Load one row of a bias as float32, (1, columns), zero past its width."""
+    return tl.load(bias_row_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
-def up_with_swiglu(
+def up_with_activation(
     x_ptr,
     x_stride,
-    gate_up_desc,
+    weights_desc,
     gate_desc,
     up_desc,
     activation_desc,
+    bias_ptr,
     source_ptr,
     weight_ptr,
     expert_ptr,
@@ -71,12 +72,18 @@ def up_with_swiglu(
     DEPTH: tl.constexpr,
     BAND: tl.constexpr,
     EVEN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
 ):
-    """Store pre-activation and activation = silu(gate) * up * weight of rows gathered from x.
+    """Store the products of rows gathered from x, and act(product + bias) * weight; see ``Activation``.
 
-    Gate and up columns of the same hidden units lie side by side in one tile of 2 * HIDDEN columns: the descriptor of
-    the weights (e, 2, H, D) loads both.
+    Gate and up columns of the same hidden units lie side by side in one tile: the descriptor of the weights
+    (e, 2, H, D) loads both. An activation without a gate has weights (e, 1, H, D) and no ``up_desc``. ``HIDDEN`` is
+    the number of hidden units of a tile. The bias (e, columns of the products) may be None.
     """
+    GATED: tl.constexpr = weights_desc.block_shape[1] == 2
+    COLUMNS: tl.constexpr = 2 * HIDDEN if GATED else HIDDEN
     num_row_tiles = tl.load(num_tiles_ptr)
     num_column_tiles = tl.cdiv(d_hidden, HIDDEN)
     num_steps = tl.cdiv(d_model, DEPTH)
@@ -85,23 +92,42 @@ def up_with_swiglu(
     expert, source = expert_and_sources(expert_ptr, source_ptr, row_tile, num_row_tiles, inside)
     for tile in tl.range(tl.program_id(0), num_row_tiles * num_column_tiles, tl.num_programs(0)):
         hidden = column_tile * HIDDEN
-        total = tl.zeros((ROWS, 2 * HIDDEN), dtype=tl.float32)
+        total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         for step in range(num_steps):
             depth = step * DEPTH
             x = gathered_rows(x_ptr, x_stride, source, depth + tl.arange(0, DEPTH), d_model, EVEN)
-            weights = gate_up_desc.load([expert, 0, hidden, depth]).reshape(2 * HIDDEN, DEPTH)
+            weights = weights_desc.load([expert, 0, hidden, depth]).reshape(COLUMNS, DEPTH)
             total = tl.dot(x, weights.T, total, input_precision="ieee")
+        this_expert = expert
         # The next tile's sources are on their way while this tile ends.
         next_row_tile, next_column_tile = place_of_tile(
             tile + tl.num_programs(0), num_row_tiles, num_column_tiles, BAND
         )
         expert, source = expert_and_sources(expert_ptr, source_ptr, next_row_tile, num_row_tiles, inside)
-        gate, up = total.reshape(ROWS, 2, HIDDEN).permute(0, 2, 1).split()
         dtype = gate_desc.dtype
-        gate_desc.store([row_tile * ROWS, hidden], gate.to(dtype))
-        up_desc.store([row_tile * ROWS, hidden], up.to(dtype))
+        if GATED:
+            gate, up = total.reshape(ROWS, 2, HIDDEN).permute(0, 2, 1).split()
+            gate_desc.store([row_tile * ROWS, hidden], gate.to(dtype))
+            up_desc.store([row_tile * ROWS, hidden], up.to(dtype))
+        else:
+            gate = total
+            gate_desc.store([row_tile * ROWS, hidden], gate.to(dtype))
         weight = tl.load(weight_ptr + row_tile * ROWS + inside)[:, None]
-        activation = gate * fast_sigmoid(gate) * up * weight
+        if bias_ptr is not None:
+            units = hidden + tl.arange(0, HIDDEN)
+            bias_row_ptr = bias_ptr + this_expert.to(tl.int64) * (2 * d_hidden if GATED else d_hidden)
+            gate += bias_of_columns(bias_row_ptr, units, d_hidden)
+            if GATED:
+                up += bias_of_columns(bias_row_ptr + d_hidden, units, d_hidden)
+        if ACTIVATION == "swiglu":
+            activation = gate * fast_sigmoid(gate) * up * weight
+        elif ACTIVATION == "swiglu_clamped":
+            gate = held_below(gate, LIMIT)
+            activation = gate * fast_sigmoid(ALPHA * gate) * (held_within(up, LIMIT) + 1.0) * weight
+        else:
+            tl.static_assert(ACTIVATION == "relu_squared")
+            relu = tl.where(gate < 0.0, 0.0, gate)
+            activation = relu * relu * weight
         if tl.load(has_zero_ptr + row_tile):
             # Selected, not multiplied: zero times NaN is NaN.
             activation = tl.where(weight != 0, activation, 0.0)
@@ -116,7 +142,10 @@ def rows_times_weights(
     out_desc,
     out_ptr,
     out_stride,
+    bias_ptr,
+    bias_stride,
     source_ptr,
+    weight_ptr,
     expert_ptr,
     num_tiles_ptr,
     depth_total,
@@ -136,6 +165,7 @@ def rows_times_weights(
         weights_desc: (e, columns, depth) if ``TRANSPOSED``, else (e, depth, columns).
         out_desc: (P, num_columns); used unless ``SCATTER``.
         out_ptr: rows of x; if ``SCATTER``, padded row p is stored to row source[p] there, and padding nowhere.
+        bias_ptr: (e, num_columns) for these columns, added times the row weight; may be None, and then its stride.
     """
     num_row_tiles = tl.load(num_tiles_ptr)
     num_column_tiles = tl.cdiv(num_columns, COLUMNS)
@@ -153,6 +183,10 @@ def rows_times_weights(
             else:
                 weights = weights_desc.load([expert, depth, first_column + column]).reshape(DEPTH, COLUMNS)
             total = tl.dot(rows, weights, total, input_precision="ieee")
+        if bias_ptr is not None:
+            bias_row_ptr = bias_ptr + expert.to(tl.int64) * bias_stride
+            weight = tl.load(weight_ptr + row_tile * ROWS + tl.arange(0, ROWS))[:, None]
+            total += weight * bias_of_columns(bias_row_ptr, column + tl.arange(0, COLUMNS), num_columns)
         out = total.to(rows_desc.dtype)
         if SCATTER:
             source = tl.load(source_ptr + row_tile * ROWS + tl.arange(0, ROWS))

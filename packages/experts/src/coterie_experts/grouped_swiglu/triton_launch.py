@@ -7,25 +7,30 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from coterie_experts.activation import Activation
 from coterie_experts.grouped_swiglu.triton_backward import (
     grad_of_hidden,
     grad_of_row_weights,
     grad_of_weights_by_load,
     grad_of_weights_in_turn,
 )
+from coterie_experts.grouped_swiglu.triton_bias import sums_of_experts, sums_of_tiles
 from coterie_experts.grouped_swiglu.triton_forward import (
     clear_rows,
     clear_rows_past_the_end,
     rows_times_weights,
     sum_rows_of_tokens,
-    up_with_swiglu,
+    up_with_activation,
 )
 from coterie_experts.grouped_swiglu.triton_layout import PaddedLayout
 from coterie_experts.grouped_swiglu.triton_tiles import Tile, TileSet
 
 __all__ = [
+    "bias_gradient",
+    "bias_sums_and_dots",
     "clear_chosen_rows",
     "clear_past_the_end",
+    "column_sums",
     "hidden_gradients",
     "pre_and_activation",
     "row_weight_gradients",
@@ -36,20 +41,30 @@ __all__ = [
 ]
 
 
-def pre_and_activation(x_SD: Tensor, layout: PaddedLayout, gate_up: Tensor, tiles: TileSet) -> tuple[Tensor, Tensor]:
-    """Return the pre-activation (P, 2H) and the activation times the row weight (P, H) of the rows of x."""
-    num_experts, d_hidden, d_model = gate_up.shape[0], gate_up.shape[1] // 2, gate_up.shape[2]
+def pre_and_activation(
+    x_SD: Tensor, layout: PaddedLayout, up: Tensor, tiles: TileSet, *, activation: Activation, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the product with ``up`` (P, 2H), or (P, H) without a gate, and the activation times the row weight (P, H).
+
+    The bias (e, columns of the product) is part of the activation, not of the product.
+    """
+    num_experts, d_pre, d_model = up.shape
+    sides = 2 if activation.is_gated else 1
+    d_hidden = d_pre // sides
     tile = tiles.up
-    pre_P2H = x_SD.new_empty(layout.num_padded, 2 * d_hidden)
+    # As many columns of the product in a tile, with a gate and without.
+    hidden = tile.columns * 2 // sides
+    product_PU = x_SD.new_empty(layout.num_padded, d_pre)
     activation_PH = x_SD.new_empty(layout.num_padded, d_hidden)
-    block = [tile.rows, tile.columns]
-    up_with_swiglu[_persistent(tile, layout, d_hidden)](
+    block = [tile.rows, hidden]
+    up_with_activation[_persistent(tile, layout, d_hidden, hidden)](
         x_SD,
         x_SD.stride(0),
-        TensorDescriptor.from_tensor(gate_up.view(num_experts, 2, d_hidden, d_model), [1, 2, tile.columns, tile.depth]),
-        TensorDescriptor.from_tensor(pre_P2H[:, :d_hidden], block),
-        TensorDescriptor.from_tensor(pre_P2H[:, d_hidden:], block),
+        TensorDescriptor.from_tensor(up.view(num_experts, sides, d_hidden, d_model), [1, sides, hidden, tile.depth]),
+        TensorDescriptor.from_tensor(product_PU[:, :d_hidden], block),
+        TensorDescriptor.from_tensor(product_PU[:, d_hidden:], block) if activation.is_gated else None,
         TensorDescriptor.from_tensor(activation_PH, block),
+        bias,
         layout.source_P,
         layout.weight_P,
         layout.expert_M,
@@ -58,14 +73,15 @@ def pre_and_activation(x_SD: Tensor, layout: PaddedLayout, gate_up: Tensor, tile
         d_model,
         d_hidden,
         ROWS=tile.rows,
-        HIDDEN=tile.columns,
+        HIDDEN=hidden,
         DEPTH=tile.depth,
         BAND=tile.band,
         EVEN=d_model % tile.depth == 0,
+        **_constants(activation),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    return pre_P2H, activation_PH
+    return product_PU, activation_PH
 
 
 def rows_to_tokens(
@@ -76,8 +92,11 @@ def rows_to_tokens(
     *,
     transposed: bool,
     num_choices: int,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Return, for each token, the sum over its choices of rows times weights, (T, columns).
+
+    A bias (e, columns) is added to each product, times the row weight.
 
     The products of the rows are kept for some of the columns at a time: as many as they have numbers each, or 1024 (of
     a forward pass) or 2048.
@@ -92,7 +111,9 @@ def rows_to_tokens(
     for first in range(0, num_columns, part):
         width = min(part, num_columns - first)
         rows_Pd = products[: layout.num_padded * width].view(layout.num_padded, width)
-        _multiply(rows_PK, weights, layout, tile, transposed=transposed, first=first, width=width, products=rows_Pd)
+        _multiply(
+            rows_PK, weights, layout, tile, transposed=transposed, first=first, width=width, bias=bias, products=rows_Pd
+        )
         sum_rows(rows_Pd, layout.position_N.view(num_tokens, num_choices), out_TD[:, first : first + width])
     return out_TD
 
@@ -116,12 +137,24 @@ def sum_rows(rows_Pd: Tensor, position_TK: Tensor, out_Td: Tensor) -> None:
 
 
 def rows_to_rows(
-    rows_PK: Tensor, weights: Tensor, layout: PaddedLayout, tile: Tile, offsets_e: Tensor, *, transposed: bool
+    rows_PK: Tensor,
+    weights: Tensor,
+    layout: PaddedLayout,
+    tile: Tile,
+    offsets_e: Tensor,
+    *,
+    transposed: bool,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """Return rows times weights, each padded row in the place of its source; rows that belong to no expert are zero."""
+    """Return rows times weights, each padded row in the place of its source; rows that belong to no expert are zero.
+
+    A bias (e, columns) is added to each product, times the row weight.
+    """
     num_columns = weights.shape[1] if transposed else weights.shape[2]
     out_RD = rows_PK.new_empty(layout.position_N.shape[0], num_columns)
-    _multiply(rows_PK, weights, layout, tile, transposed=transposed, first=0, width=num_columns, targets=out_RD)
+    _multiply(
+        rows_PK, weights, layout, tile, transposed=transposed, first=0, width=num_columns, bias=bias, targets=out_RD
+    )
     clear_past_the_end(out_RD, offsets_e)
     return out_RD
 
@@ -135,19 +168,23 @@ def _multiply(
     transposed: bool,
     first: int,
     width: int,
+    bias: Tensor | None = None,
     products: Tensor | None = None,
     targets: Tensor | None = None,
 ) -> None:
     block = [1, tile.columns, tile.depth] if transposed else [1, tile.depth, tile.columns]
     # A kernel takes a pointer and a descriptor and uses one of the two.
     any_PK = rows_PK if products is None else products
-    rows_times_weights[_persistent(tile, layout, width)](
+    rows_times_weights[_persistent(tile, layout, width, tile.columns)](
         TensorDescriptor.from_tensor(rows_PK, [tile.rows, tile.depth]),
         TensorDescriptor.from_tensor(weights, block),
         TensorDescriptor.from_tensor(any_PK, [tile.rows, tile.columns]),
         rows_PK if targets is None else targets,
         0 if targets is None else targets.stride(0),
+        None if bias is None else bias[:, first:],
+        None if bias is None else bias.stride(0),
         layout.source_P,
+        layout.weight_P,
         layout.expert_M,
         layout.num_tiles_1,
         rows_PK.shape[1],
@@ -198,28 +235,37 @@ def clear_chosen_rows(out_RN: Tensor, is_chosen_R: Tensor) -> None:
 
 
 def hidden_gradients(
-    grad_y_SD: Tensor, pre_P2H: Tensor, layout: PaddedLayout, down: Tensor, tiles: TileSet, *, overwrite: bool
+    grad_y_SD: Tensor,
+    product_PU: Tensor,
+    layout: PaddedLayout,
+    down: Tensor,
+    tiles: TileSet,
+    *,
+    activation: Activation,
+    bias: Tensor | None,
+    overwrite: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradient of the pre-activation (P, 2H), the weighted activation (P, H) and dots (P, column tiles).
+    """Return the gradient of the pre-activation (P, 2H or H), the weighted activation (P, H) and dots.
 
-    With ``overwrite`` the gradient takes the memory of the pre-activation. The dots of a row add up to the gradient of
-    its weight.
+    ``product_PU`` is what ``pre_and_activation`` gave; with ``overwrite`` the gradient takes its memory. The dots
+    (P, column tiles) of a row add up to the gradient of its weight, without what the bias of ``down`` adds to it.
     """
     tile = tiles.grad_hidden
     d_model, d_hidden = down.shape[1], down.shape[2]
-    grad_pre_P2H = pre_P2H if overwrite else torch.empty_like(pre_P2H)
-    activation_PH = pre_P2H.new_empty(layout.num_padded, d_hidden)
+    grad_pre_PU = product_PU if overwrite else torch.empty_like(product_PU)
+    activation_PH = product_PU.new_empty(layout.num_padded, d_hidden)
     dots_P = torch.empty(
-        layout.num_padded, triton.cdiv(d_hidden, tile.columns), dtype=torch.float32, device=pre_P2H.device
+        layout.num_padded, triton.cdiv(d_hidden, tile.columns), dtype=torch.float32, device=product_PU.device
     )
-    grad_of_hidden[_persistent(tile, layout, d_hidden)](
+    grad_of_hidden[_persistent(tile, layout, d_hidden, tile.columns)](
         grad_y_SD,
         grad_y_SD.stride(0),
         TensorDescriptor.from_tensor(down, [1, tile.depth, tile.columns]),
-        pre_P2H,
-        grad_pre_P2H,
+        product_PU,
+        grad_pre_PU,
         activation_PH,
         dots_P,
+        bias,
         layout.source_P,
         layout.weight_P,
         layout.expert_M,
@@ -234,26 +280,97 @@ def hidden_gradients(
         EVEN=d_model % tile.depth == 0,
         EVEN_HIDDEN=d_hidden % tile.columns == 0,
         PARTS=tile.parts,
+        **_constants(activation),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
-    return grad_pre_P2H, activation_PH, dots_P
+    return grad_pre_PU, activation_PH, dots_P
 
 
-def row_weight_gradients(dots_P: Tensor, layout: PaddedLayout, block: int) -> Tensor:
+def row_weight_gradients(
+    dots_P: Tensor, layout: PaddedLayout, block: int, *, bias_dots_P: Tensor | None = None
+) -> Tensor:
     """Return the gradients of the row weights by slot, (N); zero for slots that are not routed."""
     grad_N = torch.zeros(layout.position_N.shape, dtype=torch.float32, device=dots_P.device)
+    num_bias_columns = None if bias_dots_P is None else bias_dots_P.shape[1]
     grad_of_row_weights[(layout.num_padded // block,)](
         dots_P,
+        bias_dots_P,
         layout.weight_P,
         layout.slot_P,
         layout.num_tiles_1,
         grad_N,
         dots_P.shape[1],
+        num_bias_columns,
         ROWS=block,
         COLUMNS=triton.next_power_of_2(dots_P.shape[1]),
+        BIAS_COLUMNS=None if num_bias_columns is None else triton.next_power_of_2(num_bias_columns),
     )
     return grad_N
+
+
+def bias_sums_and_dots(
+    grad_y_SD: Tensor, bias: Tensor, layout: PaddedLayout, block: int
+) -> tuple[Tensor, Tensor]:
+    """Return, for the bias of ``down`` (e, D), its gradient by row tile (M, D) and what it adds to the row weights'.
+
+    The latter are the dot products of the output's gradient and the bias, (P, column tiles), to be added up by row.
+    """
+    return _sums_of_tiles(grad_y_SD, layout, block, bias)
+
+
+def column_sums(rows_PU: Tensor, layout: PaddedLayout, block: int) -> Tensor:
+    """Return the sums of the columns of each row tile, (M, U), float32."""
+    return _sums_of_tiles(rows_PU, layout, block, None)[0]
+
+
+def _sums_of_tiles(
+    rows: Tensor, layout: PaddedLayout, block: int, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    width, num_tiles = rows.shape[1], layout.expert_M.shape[0]
+    # Under the interpreter several, with a remainder.
+    columns = 128 if rows.device.type != "cpu" else 16
+    num_column_tiles = triton.cdiv(width, columns)
+    sums_MU = torch.empty(num_tiles, width, dtype=torch.float32, device=rows.device)
+    dots_P = torch.empty(
+        0 if bias is None else layout.num_padded, num_column_tiles, dtype=torch.float32, device=rows.device
+    )
+    sums_of_tiles[(num_tiles, num_column_tiles)](
+        rows,
+        rows.stride(0),
+        None if bias is None else layout.source_P,
+        None if bias is None else layout.weight_P,
+        None if bias is None else layout.expert_M,
+        layout.num_tiles_1,
+        bias,
+        sums_MU,
+        None if bias is None else dots_P,
+        width,
+        ROWS=block,
+        COLUMNS=columns,
+        EVEN=width % columns == 0,
+    )
+    return sums_MU, dots_P
+
+
+def bias_gradient(
+    sums_MU: Tensor, layout: PaddedLayout, block: int, *, dtype: torch.dtype, main_grad: Tensor | None
+) -> Tensor | None:
+    """Return the sums over the row tiles of each expert (e, U) in this dtype, or add them to ``main_grad``."""
+    num_experts, width = layout.segments_e3.shape[0], sums_MU.shape[1]
+    out = sums_MU.new_empty(num_experts, width, dtype=dtype) if main_grad is None else main_grad
+    columns = min(128, triton.next_power_of_2(width))
+    sums_of_experts[(num_experts, triton.cdiv(width, columns))](
+        sums_MU,
+        layout.segments_e3,
+        out,
+        width,
+        ROWS=block,
+        TILES=16 if sums_MU.device.type != "cpu" else 2,
+        COLUMNS=columns,
+        ACCUMULATE=main_grad is not None,
+    )
+    return out if main_grad is None else None
 
 
 def weight_gradient(
@@ -307,9 +424,19 @@ def weight_gradient(
     return out if main_grad is None else None
 
 
-def _persistent(tile: Tile, layout: PaddedLayout, num_columns: int) -> tuple[int]:
-    most = layout.expert_M.shape[0] * triton.cdiv(num_columns, tile.columns)
+def _persistent(tile: Tile, layout: PaddedLayout, num_columns: int, columns_of_tile: int) -> tuple[int]:
+    most = layout.expert_M.shape[0] * triton.cdiv(num_columns, columns_of_tile)
     return (min(most, _num_programs(tile, layout.expert_M.device)),)
+
+
+def _constants(activation: Activation) -> dict[str, str | float | None]:
+    # What an activation does not use is left out, so that it compiles nothing again.
+    is_clamped = activation.name == "swiglu_clamped"
+    return {
+        "ACTIVATION": activation.name,
+        "ALPHA": activation.alpha if is_clamped else None,
+        "LIMIT": activation.limit if is_clamped else None,
+    }
 
 
 def _num_programs(tile: Tile, device: torch.device) -> int:

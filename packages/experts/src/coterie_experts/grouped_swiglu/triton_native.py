@@ -1,38 +1,34 @@
-"""Experts on Triton kernels: gather in the matrix products, SwiGLU in their epilogues, no host synchronisation.
+"""Experts on Triton kernels: gather in the matrix products, activation in their epilogues, no host synchronisation.
 
-What is kept for the backward pass: x as it came, the pre-activation (P, 2H) and index tensors. Rows are padded by
+What is kept for the backward pass: x as it came, the product with the first weights (P, 2H, or H where the activation
+has no gate) and index tensors. Rows are padded by
 expert to whole tiles, P in all; nothing is permuted. No atomics: results are bitwise repeatable. Triton is imported
 when a kernel is first asked for.
 """
 
 import importlib.util
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from coterie_experts.activation import Activation
+from coterie_experts.deferred import Deferral, Gradients
 from coterie_experts.grouped_swiglu.alignment import width_obstacle
-from coterie_experts.once import refuse_second_derivative
+from coterie_experts.main_grad import kernel_main_grad
+from coterie_experts.once import graph_is_kept, refuse_second_derivative
 from coterie_experts.tables import TileTable
 from coterie_experts.token_rows import sort_slots
 
-__all__ = ["grouped_swiglu", "obstacle", "swiglu_of_tokens"]
+__all__ = ["experts_of_tokens", "grouped_experts", "obstacle"]
+
+MainGrads = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""Where the kernels add the gradients of up, down, up_bias and down_bias; None where they return them."""
 
 
-def obstacle(
-    *,
-    d_model: int,
-    d_hidden: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    activation: str = "swiglu",
-    bias: bool = False,
-) -> str | None:
+def obstacle(*, d_model: int, d_hidden: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """Return why this back-end cannot run, with what would work, or None if it can."""
-    if activation != "swiglu":
-        return f"its kernels have the activation swiglu, not {activation}"
-    if bias:
-        return "its kernels have no biases"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if device.type == "cpu":
@@ -53,42 +49,54 @@ def obstacle(
     return width_obstacle(d_model=d_model, d_hidden=d_hidden, dtype=dtype)
 
 
-def grouped_swiglu(
+def grouped_experts(
     rows_RD: Tensor,
     row_weights_R: Tensor,
     offsets_e: Tensor,
-    gate_up: Tensor,
+    up: Tensor,
     down: Tensor,
     *,
-    main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
+    activation: Activation,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    main_grads: MainGrads = (None, None, None, None),
+    deferral: Deferral | None = None,
     table: TileTable | None = None,
 ) -> Tensor:
-    """Run rows in expert order; see ``coterie_experts.grouped_swiglu`` for the contract.
+    """Run rows in expert order; see ``coterie_experts.grouped_experts`` for the contract.
 
-    The weight gradients of gate_up and down are added to ``main_grads`` (float32) where there are any. Can be
-    differentiated once.
+    The weight gradients are added to ``main_grads`` (float32) where there are any, or handed over where they are
+    deferred. Can be differentiated once.
     """
-    y_RD: Tensor = _TritonSwiGLU.apply(rows_RD, row_weights_R, gate_up, down, offsets_e, None, *main_grads, table)
+    y_RD: Tensor = _TritonExperts.apply(
+        rows_RD, row_weights_R, up, down, up_bias, down_bias, offsets_e, None, activation, main_grads, deferral, table
+    )
     return y_RD
 
 
-def swiglu_of_tokens(
+def experts_of_tokens(
     x_TD: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
-    gate_up: Tensor,
+    up: Tensor,
     down: Tensor,
     *,
-    main_grads: tuple[Tensor | None, Tensor | None] = (None, None),
+    activation: Activation,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    main_grads: MainGrads = (None, None, None, None),
+    deferral: Deferral | None = None,
     table: TileTable | None = None,
 ) -> Tensor:
     """Send tokens through the experts they chose and sum; equals rows in expert order and a sum by k, bit for bit."""
-    slot_of_row_N, offsets_e = sort_slots(ids_TK, gate_up.shape[0])
-    y_TD: Tensor = _TritonSwiGLU.apply(x_TD, weights_TK, gate_up, down, offsets_e, slot_of_row_N, *main_grads, table)
+    slots_N, offsets_e = sort_slots(ids_TK, up.shape[0])
+    y_TD: Tensor = _TritonExperts.apply(
+        x_TD, weights_TK, up, down, up_bias, down_bias, offsets_e, slots_N, activation, main_grads, deferral, table
+    )
     return y_TD
 
 
-class _TritonSwiGLU(torch.autograd.Function):
+class _TritonExperts(torch.autograd.Function):
     """Both entries: S rows of x, each in K slots; K = 1, and no sum, where rows come in expert order."""
 
     @staticmethod
@@ -96,19 +104,24 @@ class _TritonSwiGLU(torch.autograd.Function):
         ctx: Any,
         x_SD: Tensor,
         weights: Tensor,
-        gate_up: Tensor,
+        up: Tensor,
         down: Tensor,
+        up_bias: Tensor | None,
+        down_bias: Tensor | None,
         offsets_e: Tensor,
         slot_of_row_N: Tensor | None,
-        gate_up_main_grad: Tensor | None,
-        down_main_grad: Tensor | None,
+        activation: Activation,
+        main_grads: MainGrads,
+        deferral: Deferral | None,
         table: TileTable | None,
     ) -> Tensor:
         from coterie_experts.grouped_swiglu import triton_launch as launch
         from coterie_experts.grouped_swiglu.triton_layout import pad_rows
         from coterie_experts.grouped_swiglu.triton_tiles import choose_tiles
 
-        x_SD, gate_up, down = _row_major(x_SD), gate_up.contiguous(), down.contiguous()
+        x_SD, up, down = _row_major(x_SD), up.contiguous(), down.contiguous()
+        up_bias = None if up_bias is None else up_bias.contiguous()
+        down_bias = None if down_bias is None else down_bias.contiguous()
         tiles = choose_tiles(
             interpreted=x_SD.device.type == "cpu",
             d_model=down.shape[1],
@@ -125,9 +138,13 @@ class _TritonSwiGLU(torch.autograd.Function):
             num_choices=num_choices,
             block=tiles.block_rows,
         )
-        pre_P2H, activation_PH = launch.pre_and_activation(x_SD, layout, gate_up, tiles)
+        product_PU, activation_PH = launch.pre_and_activation(
+            x_SD, layout, up, tiles, activation=activation, bias=up_bias
+        )
         if slot_of_row_N is None:
-            y_SD = launch.rows_to_rows(activation_PH, down, layout, tiles.down, offsets_e, transposed=True)
+            y_SD = launch.rows_to_rows(
+                activation_PH, down, layout, tiles.down, offsets_e, transposed=True, bias=down_bias
+            )
         else:
             y_SD = launch.rows_to_tokens(
                 activation_PH,
@@ -136,12 +153,13 @@ class _TritonSwiGLU(torch.autograd.Function):
                 tiles.down,
                 transposed=True,
                 num_choices=num_choices,
+                bias=down_bias,
             )
-        ctx.save_for_backward(x_SD, gate_up, down, offsets_e, pre_P2H, *layout.tensors())
-        ctx.main_grads = gate_up_main_grad, down_main_grad
+        ctx.save_for_backward(x_SD, up, down, up_bias, down_bias, offsets_e, product_PU, *layout.tensors())
+        ctx.main_grads, ctx.deferral = main_grads, deferral
         ctx.in_tokens = slot_of_row_N is not None
         ctx.weights_shape = weights.shape
-        ctx.tiles = tiles
+        ctx.activation, ctx.tiles = activation, tiles
         return y_SD
 
     @staticmethod
@@ -152,47 +170,48 @@ class _TritonSwiGLU(torch.autograd.Function):
         from coterie_experts.grouped_swiglu import triton_launch as launch
         from coterie_experts.grouped_swiglu.triton_layout import PaddedLayout
 
-        x_SD, gate_up, down, offsets_e, pre_P2H, *rest = saved
+        x_SD, up, down, up_bias, down_bias, offsets_e, product_PU, *rest = saved
         layout = PaddedLayout.of(tuple(rest))
-        needs_x, needs_weights, needs_gate_up, needs_down = ctx.needs_input_grad[:4]
-        gate_up_main_grad, down_main_grad = ctx.main_grads
-        tiles = ctx.tiles
+        needs_x, needs_weights, *needs = ctx.needs_input_grad[:6]
+        tiles, deferral = ctx.tiles, ctx.deferral
         grad_y_SD = _row_major(grad_y_SD)
 
-        grad_x_SD = grad_weights = grad_gate_up = grad_down = None
-        grad_pre_P2H, activation_PH, dots_P = launch.hidden_gradients(
-            grad_y_SD, pre_P2H, layout, down, tiles, overwrite=not _graph_is_kept()
+        grad_x_SD = grad_weights = None
+        grad_pre_PU, activation_PH, dots_P = launch.hidden_gradients(
+            grad_y_SD,
+            product_PU,
+            layout,
+            down,
+            tiles,
+            activation=ctx.activation,
+            bias=up_bias,
+            overwrite=not graph_is_kept(),
         )
+        bias_sums_MD = bias_dots_P = None
+        if down_bias is not None and (needs_weights or needs[3]):
+            bias_sums_MD, bias_dots_P = launch.bias_sums_and_dots(grad_y_SD, down_bias, layout, tiles.block_rows)
         if needs_weights:
-            grad_weights = launch.row_weight_gradients(dots_P, layout, tiles.block_rows).view(ctx.weights_shape)
-        if needs_down:
-            grad_down = launch.weight_gradient(
-                grad_y_SD, activation_PH, layout, tiles.grad_down, transposed=False, main_grad=down_main_grad
-            )
+            grad_weights = launch.row_weight_gradients(
+                dots_P, layout, tiles.block_rows, bias_dots_P=bias_dots_P
+            ).view(ctx.weights_shape)
+        hidden = _Hidden(needs, tiles, grad_y_SD, activation_PH, x_SD, grad_pre_PU, bias_sums_MD, layout)
         # Released before the next large tensor is asked for.
         del activation_PH
+        grads: Gradients = (None,) * 4
+        if deferral is None:
+            grads = _weight_gradients_of_down(hidden, ctx.main_grads)
         if needs_x and ctx.in_tokens:
             grad_x_SD = launch.rows_to_tokens(
-                grad_pre_P2H,
-                gate_up,
+                grad_pre_PU,
+                up,
                 layout,
                 tiles.grad_rows,
                 transposed=False,
                 num_choices=ctx.weights_shape[1],
             )
         elif needs_x:
-            grad_x_SD = launch.rows_to_rows(grad_pre_P2H, gate_up, layout, tiles.grad_rows, offsets_e, transposed=False)
-        if needs_gate_up:
-            grad_gate_up = launch.weight_gradient(
-                x_SD, grad_pre_P2H, layout, tiles.grad_gate_up, transposed=True, main_grad=gate_up_main_grad
-            )
-        return grad_x_SD, grad_weights, grad_gate_up, grad_down, None, None, None, None, None
-
-
-def _graph_is_kept() -> bool:
-    """Say whether the caller may go through this graph again (``retain_graph``), so that nothing may be overwritten."""
-    keeps = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return True if keeps is None else bool(keeps())
+            grad_x_SD = launch.rows_to_rows(grad_pre_PU, up, layout, tiles.grad_rows, offsets_e, transposed=False)
+        return grad_x_SD, grad_weights, *grads, None, None, None, None, None, None
 
 
 def _row_major(tensor: Tensor) -> Tensor:

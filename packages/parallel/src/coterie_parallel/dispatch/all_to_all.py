@@ -8,6 +8,7 @@ from torch import Tensor
 from coterie_parallel.axis import Axis
 from coterie_parallel.collectives import exchange_rows
 from coterie_parallel.dispatch.base import Dispatched, Dispatcher
+from coterie_parallel.dispatch.eager import runs_eagerly
 from coterie_parallel.dispatch.options import DispatchOptions, unused_problems
 from coterie_parallel.dispatch.order import Segments, SortedPairs, pad_rows, segments, sort_pairs, sum_choices
 from coterie_parallel.dispatch.route import check_handle, combine, dispatch, takes_backward
@@ -63,6 +64,7 @@ class AllToAllDispatcher(Dispatcher):
         """Refuse settings of buffers: there are none."""
         return unused_problems(options, "all_to_all")
 
+    @runs_eagerly
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
         """See `Dispatcher.dispatch`."""
         self.check_arguments(x_TD, ids_TK, weights_TK)
@@ -83,6 +85,7 @@ class AllToAllDispatcher(Dispatcher):
         rows_RD, row_weights_R = dispatch(x_TD, weights_TK, route)
         return Dispatched(rows_RD, row_weights_R, route.placed.offsets_e, route)
 
+    @runs_eagerly
     def combine(self, rows_RD: Tensor, handle: _ExchangeRoute) -> Tensor:
         """See `Dispatcher.combine`."""
         check_handle(getattr(handle, "owner", None) is self, handle)

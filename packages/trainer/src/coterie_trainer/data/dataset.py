@@ -56,6 +56,14 @@ class Batch:
             document_ids_BS=self.document_ids_BS.to(device),
         )
 
+    def padding(self) -> "Batch":
+        """Return a batch of the same shape with nothing but padding."""
+        return Batch(
+            tokens_BS=torch.zeros_like(self.tokens_BS),
+            targets_BS=torch.full_like(self.targets_BS, -1),
+            document_ids_BS=torch.full_like(self.document_ids_BS, -1),
+        )
+
 
 class Sequences:
     """Read sequences of any length from one split of a folder of token files.

@@ -30,9 +30,10 @@ vocabulary, the sequence length and the sequences of a step; all is fp32, the le
 of AdamW is at least 1e-4, as with less the rounding of a gradient near zero would be an update of any size. Documents
 are made up, of many lengths, with padding, sequences of ignored labels, and ranks without a token. No data is read.
 
-A layout is written as "data=4 expert=2 accumulation=2 dispatcher=rowwise"; it can also set the other keys of the
-[parallel] table, gradient_sharding, gradient_overlap, and recompute=block, attention+experts or none. What it leaves
-out is 1 for the three numbers, else as in the config; another dispatcher than the config's has default buffers."""
+A layout is written as "pipeline=2 data=4 expert=2 accumulation=2 schedule=gpipe dispatcher=rowwise"; it can also set
+the other keys of the [parallel] table (layers_per_stage=1+2), gradient_sharding, gradient_overlap, and recompute=block,
+attention+experts or none. What it leaves out is 1 for the four numbers, else as in the config; layers are dealt as
+evenly as can be, and another dispatcher than the config's has default buffers."""
 
 
 def add_verify(parser: argparse.ArgumentParser) -> None:
@@ -112,7 +113,7 @@ def _compare(layout: "Layout", config: "Config", expected: "Outcome", pool: "Ran
     from coterie_trainer.verify.running import run_layout
 
     try:
-        found = pool.run(run_layout, layout.data, layout_config(layout, config))[0]
+        found = pool.run(run_layout, layout.world, layout_config(layout, config))[0]
     except RankError as error:
         print(f"{layout!s:<{width}}  failed: {error}", flush=True)
         return False

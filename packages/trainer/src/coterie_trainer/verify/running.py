@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 
@@ -29,7 +29,8 @@ class StepOutcome:
         balance_loss: of the whole step, before its coefficient.
         gradient_norm: before clipping.
         load_LE: int64, how many tokens chose each expert, by MoE layer.
-        gradients: summed over ranks, before clipping, by global name, with the experts of all ranks; on rank 0.
+        gradients: summed over ranks, before clipping, by global name, with the layers and the experts of all ranks; on
+            rank 0.
         state: parameters and selection biases after the step, likewise, in the order of the model.
     """
 
@@ -48,31 +49,31 @@ class Owners:
     Attributes:
         plan: the layout of the ranks.
         experts: names of the tensors whose first index is an expert.
+        holders: by name, the ranks that have a part of it, in order: those of its stage, or of two stages for an
+            embedding that is also the head.
         shard_ends: by name, where the piece of each rank of the replication axis ends in the flattened local tensor.
     """
 
     plan: Plan
     experts: frozenset[str]
+    holders: dict[str, tuple[int, ...]]
     shard_ends: dict[str, tuple[int, ...]]
 
     def describe(self, name: str, shape: tuple[int, ...], index: tuple[int, ...]) -> str:
         """Return whose element this is, as "expert 5, held by ranks 1, 3, summed by rank 3"."""
-        expert_index, local_shape, local_index, held = 0, shape, index, ""
+        ranks, local_shape, local_index, held = self.holders[name], shape, index, ""
         if name in self.experts:
             num_local = shape[0] // self.plan.expert
-            expert_index = index[0] // num_local
+            ranks = ranks[index[0] // num_local :: self.plan.expert]
             local_shape, local_index = (num_local, *shape[1:]), (index[0] % num_local, *index[1:])
-            ranks = range(expert_index, self.plan.data, self.plan.expert)
-            held = f"expert {index[0]}, held by {_ranks(ranks)}"
+            held = f"expert {index[0]}, held by {_ranks(ranks)}, "
         ends = self.shard_ends.get(name)
-        if ends is None:  # a selection bias, which every rank computes
-            return f"held by {_ranks(range(self.plan.data))}"
+        if ends is None:  # a selection bias, which every rank of a stage computes
+            return f"held by {_ranks(ranks)}"
         place = 0
         for size, at in zip(local_shape, local_index, strict=True):
             place = place * size + at
-        shard = bisect_right(ends, place)
-        rank = shard * self.plan.expert + expert_index if name in self.experts else shard
-        return f"{held}, summed by rank {rank}" if held else f"summed by rank {rank}"
+        return f"{held}summed by rank {ranks[bisect_right(ends, place)]}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +121,8 @@ def run_layout(rank: int, world: int, config: Config, num_steps: int = 3) -> Out
                 balance_loss=result.balance_loss,
                 gradient_norm=result.gradient_norm,
                 load_LE=run.stepper.load_LE.clone(),
-                gradients={name: gradients[name] for name in state if name in gradients},
-                state=state,
+                gradients={name: gradients[name] for name in run.spec.tensor_shapes() if name in gradients},
+                state={name: state[name] for name in run.spec.tensor_shapes() if name in state},
             )
             off = [*_differing_numbers(outcome, mesh), *(f"gradient of {text}" for text in off_gradients), *off_state]
             problems += [f"step {number}: {text}" for text in off]
@@ -184,8 +185,8 @@ def _gathered(parts: Mapping[str, Tensor | Chunk], mesh: Mesh) -> tuple[dict[str
     """Put tensors together from the parts of all ranks; on rank 0, nothing elsewhere.
 
     Returns:
-        The whole tensors; and, for each rank whose part has other bits than that of an earlier rank for the same
-        elements, which ranks these are.
+        The whole tensors, of all names that any rank has; and, for each rank whose part has other bits than that of an
+        earlier rank for the same elements, which ranks these are.
     """
     own = {}
     for name, part in parts.items():
@@ -194,46 +195,59 @@ def _gathered(parts: Mapping[str, Tensor | Chunk], mesh: Mesh) -> tuple[dict[str
         shape = part.global_shape if isinstance(part, Chunk) else tuple(tensor.shape)
         own[name] = offsets, shape, tensor.detach().clone(memory_format=torch.contiguous_format)
     everywhere = all_gather_objects(own, mesh.axis("world"))
+    whole: dict[str, Tensor] = {}
+    problems: list[str] = []
     if mesh.rank != 0:
-        return {name: torch.empty(0) for name in own}, []
-    whole, problems = {}, []
-    for name in own:
-        shape = own[name][1]
-        whole[name] = torch.full(shape, torch.nan)
-        writer = torch.full(shape, -1)
-        for rank, from_rank in enumerate(everywhere):
-            offsets, _, tensor = from_rank[name]
+        return whole, problems
+    writers: dict[str, Tensor] = {}
+    for rank, from_rank in enumerate(everywhere):
+        for name, (offsets, shape, tensor) in from_rank.items():
+            if name not in whole:
+                whole[name], writers[name] = torch.full(shape, torch.nan), torch.full(shape, -1)
             region = tuple(slice(start, start + size) for start, size in zip(offsets, tensor.shape, strict=True))
-            bits_differ = tensor.view(torch.int32) != whole[name][region].contiguous().view(torch.int32)
-            differs = bits_differ & (writer[region] >= 0)
+            there, writer = whole[name][region], writers[name][region]
+            bits_differ = tensor.view(torch.int32) != there.contiguous().view(torch.int32)
+            differs = bits_differ & (writer >= 0)
             if differs.any():
-                earlier = int(writer[region][differs][0])
+                earlier = int(writer[differs][0])
                 problems.append(f"{name} of rank {rank} has other bits than that of rank {earlier}")
-            is_first = writer[region] < 0
-            whole[name][region] = torch.where(is_first, tensor, whole[name][region])
-            writer[region] = torch.where(is_first, rank, writer[region])
+            is_first = writer < 0
+            there.copy_(torch.where(is_first, tensor, there))
+            writer.copy_(torch.where(is_first, rank, writer))
+    for name, writer in writers.items():
         assert int(writer.min()) >= 0, f"{name}: some elements are on no rank"
     return whole, problems
 
 
 def _owners(run: Run) -> Owners:
-    experts = frozenset(name for name, placement in run.placements.items() if "expert" in placement.sharded_over)
-    optimizer = run.optimizer
+    """Return who has what; all ranks call."""
+    optimizer, world = run.optimizer, run.mesh.axis("world")
+    own_experts = {name for name, placement in run.placements.items() if "expert" in placement.sharded_over}
+    state = _state(run)
+    everywhere = all_gather_objects((list(state), own_experts), world)
+    holders: dict[str, tuple[int, ...]] = {}
+    for rank, (names, _) in enumerate(everywhere):
+        for name in names:
+            holders[name] = (*holders.get(name, ()), rank)
+    ends: dict[str, tuple[int, ...]] = {}
     if isinstance(optimizer, FsdpOptimizer):
-        own = {
+        own_ends = {
             name: (part.offsets[0] + len(part.tensor)) * math.prod(part.global_shape[1:])
-            for name, part in _state(run).items()
+            for name, part in state.items()
             if isinstance(part, Chunk)
         }
-        everywhere = all_gather_objects(own, run.mesh.axis("data"))
-        ends = {name: tuple(one[name] for one in everywhere) for name in own}
+        of_all = all_gather_objects(own_ends, run.mesh.axis("data"))
+        ends = {name: tuple(one[name] for one in of_all) for name in own_ends}
     else:
-        ends = {
+        own = {
             slot.name: tuple(bucket.layout.piece(slot, shard)[1] for shard in range(bucket.layout.num_shards))
             for bucket in optimizer.reducer.buckets
             for slot in bucket.layout.slots
         }
-    return Owners(plan=run.mesh.plan, experts=experts, shard_ends=ends)
+        for one in all_gather_objects(own, world):
+            ends |= one
+    experts = frozenset(name for _, names in everywhere for name in names)
+    return Owners(plan=run.mesh.plan, experts=experts, holders=holders, shard_ends=ends)
 
 
 def _differing_numbers(outcome: StepOutcome, mesh: Mesh) -> list[str]:
@@ -247,5 +261,5 @@ def _differing_numbers(outcome: StepOutcome, mesh: Mesh) -> list[str]:
     ]
 
 
-def _ranks(ranks: range) -> str:
+def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -53,7 +53,8 @@ def scaled(config: Config, folder: Path, layouts: Sequence[Layout]) -> Config:
     Kept: the kinds of layers and their order, the number of experts, all options of routing, attention, norms, tying,
     losses and bias rule, the rules of the optimizer, and the ``[parallel]`` table but its degrees.
 
-    Scaled: one dense layer at most and two with experts, two key and value heads, at most two queries for each, and the
+    Scaled: one dense layer at most and two with experts, or as many as give each stage of every layout a layer, or as
+    ``layers_per_stage`` of one adds up to; two key and value heads, at most two queries for each, and the
     widths; ``init_std`` grows with the root of the width, so that router logits stay as far apart. Everything is fp32.
     The learning rate is the highest one from the first step on. AdamW's eps is at least 1e-4: the first updates are
     close to rate * g / (|g| + eps), so with 1e-8 the rounding of a sum that comes out near zero, of about 1e-9, would
@@ -62,7 +63,7 @@ def scaled(config: Config, folder: Path, layouts: Sequence[Layout]) -> Config:
     Args:
         config: as it was read.
         folder: where its tokens, see `write_vocabulary`, and nothing else will be.
-        layouts: all of them can split a step evenly.
+        layouts: all of them can split a step, and the layers.
     """
     optimizer = replace(
         config.optimizer,
@@ -78,7 +79,7 @@ def scaled(config: Config, folder: Path, layouts: Sequence[Layout]) -> Config:
         run_folder=str(folder / "run"),
         device="cpu",
         dtype="float32",
-        model=_scaled_model(config.model),
+        model=_scaled_model(config.model, _num_layers(config, layouts)),
         data=replace(
             config.data,
             path=str(folder / "tokens"),
@@ -94,12 +95,22 @@ def scaled(config: Config, folder: Path, layouts: Sequence[Layout]) -> Config:
             evaluate_every=0,
         ),
         optimizer=optimizer,
-        parallel=replace(config.parallel, pipeline=1, data=1, expert=1, timeout_s=60.0),
+        parallel=replace(
+            config.parallel, pipeline=1, stages_per_rank=0, layers_per_stage=(), data=1, expert=1, timeout_s=60.0
+        ),
         log=replace(config.log, tensorboard=False),
     )
 
 
-def _scaled_model(model: ModelConfig) -> ModelConfig:
+def _num_layers(config: Config, layouts: Sequence[Layout]) -> int:
+    """Return the layers that the layouts ask for, or what two kinds of layers ask for if that is more."""
+    model = config.model
+    least = min(1, model.num_dense_layers) + min(2, model.num_layers - model.num_dense_layers)
+    stated = [sum(layout.layers_per_stage) for layout in layouts if layout.layers_per_stage]
+    return max([least, *(layout.num_stages(config) for layout in layouts if not layout.layers_per_stage), *stated])
+
+
+def _scaled_model(model: ModelConfig, num_layers: int) -> ModelConfig:
     num_kv_heads = min(2, model.num_kv_heads)
     num_heads = num_kv_heads * min(2, model.num_heads // model.num_kv_heads)
     head_dim = min(8, model.d_model // model.num_heads if model.head_dim is None else model.head_dim)
@@ -107,7 +118,7 @@ def _scaled_model(model: ModelConfig) -> ModelConfig:
     num_dense_layers = min(1, model.num_dense_layers)
     return replace(
         model,
-        num_layers=num_dense_layers + min(2, model.num_layers - model.num_dense_layers),
+        num_layers=num_layers,
         d_model=d_model,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,

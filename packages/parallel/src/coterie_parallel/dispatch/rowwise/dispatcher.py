@@ -14,6 +14,7 @@ from torch import Tensor
 from coterie_parallel.axis import Axis
 from coterie_parallel.collectives import all_gather_objects, all_reduce_max, barrier
 from coterie_parallel.dispatch.base import Dispatched, Dispatcher
+from coterie_parallel.dispatch.eager import runs_eagerly
 from coterie_parallel.dispatch.options import DispatchOptions, SavedRows
 from coterie_parallel.dispatch.route import check_handle, check_rows, takes_backward
 from coterie_parallel.dispatch.rowwise.exchange import RowExchange
@@ -72,6 +73,7 @@ class RowwiseDispatcher(Dispatcher):
         """Accept every size; whether the ranks can share memory shows at the first dispatch."""
         return None
 
+    @runs_eagerly
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
         """See `Dispatcher.dispatch`; on a GPU without the check of ids.
 
@@ -80,10 +82,12 @@ class RowwiseDispatcher(Dispatcher):
         """
         return self.dispatch_finish(self.dispatch_start(x_TD, ids_TK, weights_TK))
 
+    @runs_eagerly
     def combine(self, rows_RD: Tensor, handle: Shipment) -> Tensor:
         """See `Dispatcher.combine`."""
         return self.combine_finish(self.combine_start(rows_RD, handle))
 
+    @runs_eagerly
     def dispatch_start(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> _Pending:
         """Send the rows of this rank."""
         self.check_arguments(x_TD, ids_TK, weights_TK, reads_ids=x_TD.device.type == "cpu")
@@ -100,12 +104,14 @@ class RowwiseDispatcher(Dispatcher):
         )
         return self._begin("dispatch", shipment, shipment.send(x_TD, weights_TK))
 
+    @runs_eagerly
     def dispatch_finish(self, pending: _Pending) -> Dispatched:
         """Wait for the rows of all peers."""
         self._end("dispatch", pending)
         shipment = pending.shipment
         return Dispatched(*shipment.arrive(*pending.tensors), shipment.offsets_e, shipment)
 
+    @runs_eagerly
     def combine_start(self, rows_RD: Tensor, handle: Shipment) -> _Pending:
         """Lay out the rows of this rank's experts for their sources."""
         self._check_idle("combine")
@@ -113,6 +119,7 @@ class RowwiseDispatcher(Dispatcher):
         check_rows(rows_RD, num_rows=handle.num_rows, has_backward=handle.has_backward)
         return self._begin("combine", handle, (handle.offer(rows_RD),))
 
+    @runs_eagerly
     def combine_finish(self, pending: _Pending) -> Tensor:
         """Wait for the rows of all peers and sum those of each token."""
         self._end("combine", pending)

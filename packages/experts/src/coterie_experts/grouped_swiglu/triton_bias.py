@@ -1,0 +1,91 @@
+"""Triton kernels of the gradients of the biases: sums of columns over the rows of an expert, in two fixed steps.
+
+First the rows of each row tile, which has one expert, then the row tiles of each expert; all in float32, with no
+atomics, so that the same rows give the same bits. Shapes are in padded rows P, see ``triton_layout.py``.
+"""
+
+# mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, untyped-decorator, no-untyped-call"
+
+import triton
+import triton.language as tl
+
+from coterie_experts.grouped_swiglu.triton_forward import bias_of_columns, gathered_rows
+
+__all__ = ["sums_of_experts", "sums_of_tiles"]
+
+
+@triton.jit
+def sums_of_tiles(
+    rows_ptr,
+    stride,
+    source_ptr,
+    weight_ptr,
+    expert_ptr,
+    num_tiles_ptr,
+    bias_ptr,
+    sums_ptr,
+    dots_ptr,
+    width,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Store the column sums of the padded rows of each row tile, (row tiles, width).
+
+    With a ``source`` the rows are those it takes, each times its row weight (one of weight zero counts for nothing,
+    whatever it holds), and the dot product of each with the bias (e, width) of its expert, column tile by column tile,
+    goes to ``dots`` (P, column tiles). Without one (None, as the weights, the bias and the dots are then) the rows lie
+    in padded rows, and padding holds zeros.
+    """
+    row_tile = tl.program_id(0)
+    column_tile = tl.program_id(1)
+    if row_tile < tl.load(num_tiles_ptr):
+        rows = row_tile * ROWS + tl.arange(0, ROWS)
+        columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+        if source_ptr is None:
+            values = gathered_rows(rows_ptr, stride, rows, columns, width, EVEN).to(tl.float32)
+        else:
+            source = tl.load(source_ptr + rows)
+            values = gathered_rows(rows_ptr, stride, source, columns, width, EVEN).to(tl.float32)
+            expert = tl.load(expert_ptr + row_tile)
+            bias = bias_of_columns(bias_ptr + expert.to(tl.int64) * width, columns, width)
+            dots = tl.sum(values * bias, 1)
+            tl.store(dots_ptr + rows.to(tl.int64) * tl.num_programs(1) + column_tile, dots)
+            weight = tl.load(weight_ptr + rows)[:, None]
+            # Selected, not multiplied: zero times NaN is NaN.
+            values = tl.where(weight != 0, values * weight, 0.0)
+        places = tl.cast(row_tile, tl.int64) * width + columns
+        tl.store(sums_ptr + places, tl.sum(values, 0), mask=columns < width)
+
+
+@triton.jit
+def sums_of_experts(
+    sums_ptr,
+    segments_ptr,
+    out_ptr,
+    width,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
+    """Add the sums (row tiles, width) of the row tiles of each expert and store them, or add them to ``out`` (e, width).
+
+    ``TILES`` row tiles are added at a time. An expert without rows has zeros.
+    """
+    place = tl.program_id(0)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = columns < width
+    expert = tl.load(segments_ptr + 3 * place)
+    first = tl.load(segments_ptr + 3 * place + 1) // ROWS
+    end = first + tl.cdiv(tl.load(segments_ptr + 3 * place + 2), ROWS)
+    total = tl.zeros((TILES, COLUMNS), dtype=tl.float32)
+    for tile in range(first, end, TILES):
+        tiles = tile + tl.arange(0, TILES)
+        places = tiles.to(tl.int64)[:, None] * width + columns[None, :]
+        total += tl.load(sums_ptr + places, mask=(tiles < end)[:, None] & inside[None, :], other=0.0)
+    out_ptrs = out_ptr + expert.to(tl.int64) * width + columns
+    result = tl.sum(total, 0)
+    if ACCUMULATE:
+        result += tl.load(out_ptrs, mask=inside, other=0.0)
+    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=inside)

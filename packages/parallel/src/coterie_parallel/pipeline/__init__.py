@@ -1,0 +1,1 @@
+"""Pipeline parallelism: stages of consecutive layers on the ranks of one axis."""

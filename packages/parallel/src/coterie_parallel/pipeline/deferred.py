@@ -1,0 +1,73 @@
+"""Weight gradients that a backward leaves for later, so that a schedule can fill idle time with them."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["WeightGradients"]
+
+
+class WeightGradients:
+    """Collects, while a backward runs, the computations of weight gradients that it leaves out."""
+
+    def __init__(self) -> None:
+        self._jobs: list[Callable[[], None]] = []
+
+    def of_linear_layers(self, module: nn.Module) -> None:
+        """Let every `nn.Linear` without a bias inside ``module`` leave its weight gradient to this."""
+        for one in module.modules():
+            if isinstance(one, nn.Linear) and one.bias is None:
+                one.forward = partial(_linear, one, self.put)  # type: ignore[method-assign]
+
+    def put(self, job: Callable[[], None]) -> None:
+        """Keep a computation for later; it adds to ``main_grad`` of its weight, or to ``grad`` where there is none."""
+        self._jobs.append(job)
+
+    def take(self) -> Callable[[], None]:
+        """Return a function that does, once and in order, all that was left out since the last call of this."""
+        jobs, self._jobs = self._jobs, []
+
+        def run() -> None:
+            with torch.no_grad():
+                while jobs:
+                    jobs.pop(0)()  # what it holds is freed before the next one needs memory
+
+        return run
+
+
+def _linear(layer: nn.Linear, put: Callable[[Callable[[], None]], None], x: Tensor) -> Tensor:
+    if not torch.is_grad_enabled():
+        return F.linear(x, layer.weight)
+    out: Tensor = _Linear.apply(x, layer.weight, put)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, put: Callable[[Callable[[], None]], None]) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.put = weight, put
+        return F.linear(x, weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
+        (x,) = ctx.saved_tensors
+        if ctx.needs_input_grad[1]:
+            ctx.put(partial(_add_weight_gradient, ctx.weight, x, grad))
+        return (grad @ ctx.weight if ctx.needs_input_grad[0] else None), None, None
+
+
+def _add_weight_gradient(weight: Tensor, x: Tensor, grad: Tensor) -> None:
+    gradient = grad.flatten(0, -2).T @ x.flatten(0, -2)
+    main_grad: Tensor | None = getattr(weight, "main_grad", None)
+    if main_grad is not None:
+        main_grad.add_(gradient)
+    elif weight.grad is None:
+        weight.grad = gradient
+    else:
+        weight.grad.add_(gradient)

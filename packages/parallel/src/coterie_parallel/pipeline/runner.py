@@ -1,0 +1,178 @@
+"""Run the stages of this rank in the order that a schedule of `torch.distributed.pipelining` gives."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from coterie_parallel.collectives import CollectiveError, start_receive, start_send
+from coterie_parallel.mesh import Mesh
+from coterie_parallel.pipeline.deferred import WeightGradients
+from coterie_parallel.pipeline.stages import SCHEDULES, Stages
+
+__all__ = ["Pipeline"]
+
+
+class Pipeline:
+    """The stages of this rank and their schedule, for micro-batches of one number and one shape.
+
+    Args:
+        stages: of the whole model.
+        modules: by index, those of this rank. Each takes one tensor, the input of the model or what the stage before
+            returned, and keyword arguments of its own rank, and returns one tensor.
+        mesh: all ranks of its pipeline axis must construct and run together.
+        num_micro_batches: that flow through in one run.
+        input_like: an input of the model for one micro-batch; only shape and dtype count.
+        hidden_like: what every stage returns for one micro-batch, likewise.
+        loss: makes of the output of the last stage and of a target a scalar, of which `run` takes the gradient; nothing
+            is divided by the number of micro-batches.
+        weights: collects the weight gradients that the modules leave for later; for the schedules that defer them.
+
+    Raises:
+        ValueError: a schedule that defers weight gradients has nowhere to put them.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        modules: Mapping[int, nn.Module],
+        mesh: Mesh,
+        *,
+        num_micro_batches: int,
+        input_like: Tensor,
+        hidden_like: Tensor,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        weights: WeightGradients | None = None,
+    ) -> None:
+        schedule = SCHEDULES[stages.schedule]
+        if schedule.defers_weights and weights is None:
+            raise ValueError(f'pipeline_schedule ("{stages.schedule}") defers weight gradients; pass weights=')
+        from torch.distributed import pipelining
+
+        from coterie_parallel.pipeline.torch_stage import WatchedStage
+
+        self._axis = axis = mesh.axis("pipeline")
+        self._local = local = stages.on_rank(axis.index)
+        assert {stage.index for stage in local} == modules.keys(), "one module for each stage of this rank"
+        self.num_micro_batches = num_micro_batches
+        self._rank_of = {stage.index: stage.rank for stage in stages.stages}
+        self._modules, self._loss, self._device = modules, loss, mesh.device
+        self._hidden_like = hidden_like
+        self._defers = schedule.defers_weights
+        self._has_first = any(stage.is_first for stage in local)
+        self._has_last = any(stage.is_last for stage in local)
+        self._backwards_left = 0
+        self._num_backwards = num_micro_batches * len(local)
+        self._around_last: Callable[[], AbstractContextManager[None]] = nullcontext
+        ours = [
+            WatchedStage(
+                modules[stage.index],
+                stage.index,
+                len(stages.stages),
+                mesh.device,
+                input_args=_meta(input_like if stage.is_first else hidden_like),
+                output_args=_meta(hidden_like),
+                group=axis.group,
+                dw_builder=weights.take if weights is not None and schedule.defers_weights else None,
+            )
+            for stage in local
+        ]
+        for one in ours:
+            one.around_backward = self._around_backward
+        make = getattr(pipelining, schedule.class_name)
+        self._schedule = make(
+            ours[0] if schedule.stages_per_rank == 1 else ours, num_micro_batches, loss_fn=loss, scale_grads=False
+        )
+
+    def run(
+        self,
+        inputs: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        *,
+        around_last_backward: Callable[[], AbstractContextManager[None]] = nullcontext,
+        **others: Sequence[Tensor],
+    ) -> None:
+        """Run forward and, where gradients are enabled, backward of all micro-batches.
+
+        Args:
+            inputs: of the model, one for each micro-batch, all of one shape; the same on all ranks of the axis.
+            targets: for the loss, likewise.
+            around_last_backward: entered around the backward after which no gradient of this rank comes; not with a
+                schedule that defers weight gradients, where these come from no backward.
+            others: keyword arguments of the modules, one tensor for each micro-batch.
+
+        Raises:
+            ValueError: another number of micro-batches than this was made for, or shapes that differ.
+        """
+        for name, tensors in {"inputs": inputs, "targets": targets, **others}.items():
+            shapes = list(dict.fromkeys(tuple(one.shape) for one in tensors))
+            if len(tensors) != self.num_micro_batches or len(shapes) != 1:
+                raise ValueError(
+                    f"a pipeline of {self.num_micro_batches} micro-batches needs as many {name}, all of one shape; got "
+                    f"{len(tensors)} of {', '.join(map(str, shapes))}"
+                )
+        if not torch.is_grad_enabled():
+            self._run_forward(inputs, targets, others)
+            return
+        self._backwards_left, self._around_last = self._num_backwards, around_last_backward
+        arguments = [torch.cat(list(inputs))] if self._has_first else []
+        target = torch.cat(list(targets)) if self._has_last else None
+        try:
+            self._schedule.step(
+                *arguments,
+                target=target,
+                return_outputs=False,
+                **{name: torch.cat(list(tensors)) for name, tensors in others.items()},
+            )
+        except RuntimeError as error:
+            # torch wraps what a stage raised; what it does not wrap comes from sends and receives.
+            if error.__cause__ is not None:
+                raise error.__cause__ from None
+            axis = self._axis
+            raise CollectiveError(
+                f"a send or receive on the {axis.name!r} axis (ranks {', '.join(map(str, axis.ranks))}) failed on rank "
+                f"{axis.ranks[axis.index]}: a peer stopped, died or was later than the time-out. {error}"
+            ) from error
+
+    def _run_forward(
+        self, inputs: Sequence[Tensor], targets: Sequence[Tensor], others: Mapping[str, Sequence[Tensor]]
+    ) -> None:
+        """Run all micro-batches through one stage after the other: torch's runtime can not do it for all schedules."""
+        arrived: Sequence[Tensor] = inputs
+        sends = []
+        for stage in self._local:
+            source, to = (self._rank_of.get(stage.index + step) for step in (-1, 1))
+            receives = []
+            if source is not None and source != self._axis.index:
+                arrived = [
+                    torch.empty(self._hidden_like.shape, dtype=self._hidden_like.dtype, device=self._device)
+                    for _ in range(self.num_micro_batches)
+                ]
+                receives = [start_receive(one, self._axis, source=source) for one in arrived]
+            left = []
+            for number, x in enumerate(arrived):
+                if receives:
+                    receives[number].wait()
+                out = self._modules[stage.index](x, **{name: tensors[number] for name, tensors in others.items()})
+                if stage.is_last:
+                    self._loss(out, targets[number])
+                elif to != self._axis.index:
+                    assert to is not None
+                    out = out.contiguous()
+                    sends.append((out, start_send(out, self._axis, to=to)))  # the tensor must live until it is sent
+                else:
+                    left.append(out)
+            arrived = left
+        for _, pending in sends:
+            pending.wait()
+
+    def _around_backward(self) -> AbstractContextManager[None]:
+        self._backwards_left -= 1
+        is_last = self._backwards_left == 0 and not self._defers
+        return self._around_last() if is_last else nullcontext()
+
+
+def _meta(like: Tensor) -> Tensor:
+    # What requires no gradient gets none sent.
+    return torch.empty(like.shape, dtype=like.dtype, device="meta", requires_grad=like.is_floating_point())
