@@ -33,7 +33,7 @@ from gpu_cases import DEVICE, SIZES, Size, make
 # isort: split
 import torch
 import torch.nn.functional as F
-from coterie_experts.grouped_swiglu import swiglu_of_tokens
+from coterie_experts.grouped_swiglu import experts_of_tokens
 from coterie_experts.tables import TileTable, load_table
 from support.device_timing import about, write_json
 from torch import Tensor
@@ -113,7 +113,7 @@ def contender(name: str, table: TileTable | None) -> Contender:
     if name in PACKAGES and importlib.util.find_spec(PACKAGES[name][0]) is None:
         raise ImportError(f"{PACKAGES[name][0]} is not installed")
     if name in ("triton", "quack"):
-        return partial(swiglu_of_tokens, backend=name, table=table)
+        return partial(experts_of_tokens, backend=name, table=table)
     if name == "plain":
         return plain_torch
     if name == "compiled":

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from coterie_experts import module
+from coterie_experts import deferred, module
 from coterie_experts.conformance import (
     CASES,
     TOKEN_CASES,
@@ -87,6 +87,7 @@ def test_finds_a_wrong_gradient_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_finds_padding_that_is_multiplied_by_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     def multiplied(rows: Tensor, weights: Tensor, offsets: Tensor, up: Tensor, down: Tensor, **more: object) -> Tensor:
+        del more["deferral"]
         return plain_experts(rows, weights, offsets.diff(prepend=offsets.new_zeros(1)).tolist(), up, down, **more)
 
     found = problems_with(multiplied, "uneven", monkeypatch)
@@ -142,6 +143,21 @@ def test_finds_main_grad_that_is_not_used(monkeypatch: pytest.MonkeyPatch) -> No
     assert [p for p in found if "went to grad" in p] == [
         f"bias: main_grad: the gradient of {name} went to grad" for name in names
     ]
+
+
+def test_finds_gradients_that_are_not_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    def at_once(*arguments: object, deferral: object, **more: object) -> Tensor:
+        return SOUND(*arguments, deferral=None, **more)
+
+    assert "uneven: deferred: 0 functions were handed over, not 1" in problems_with(at_once, "uneven", monkeypatch)
+
+
+def test_finds_deferred_gradients_with_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = deferred.add_gradient
+    monkeypatch.setattr(deferred, "add_gradient", lambda parameter, gradient: plain(parameter, gradient * (1 + 2**-23)))
+    found = problems_with(SOUND, "uneven", monkeypatch)
+    assert "uneven: deferred: up has other bits in" in found
+    assert "uneven: deferred: down has other bits in" in found
 
 
 def test_finds_a_wrong_activation(monkeypatch: pytest.MonkeyPatch) -> None:

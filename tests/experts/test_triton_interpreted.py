@@ -14,7 +14,14 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 @needs_triton
 @pytest.mark.parametrize(
-    "name", ["interpreted_experts.py", "interpreted_conformance.py", "interpreted_long_rows.py", "interpreted_quack.py"]
+    "name",
+    [
+        "interpreted_experts.py",
+        "interpreted_conformance.py",
+        "interpreted_activations.py",
+        "interpreted_long_rows.py",
+        "interpreted_quack.py",
+    ],
 )
 def test_kernels_under_the_interpreter(name: str) -> None:
     run_interpreted(Path(__file__).with_name(name))

@@ -3,10 +3,12 @@
 from unittest.mock import patch
 
 import torch
-from coterie_parallel import GradientReducer, Optimizer
+from coterie_parallel import Axis, GradientReducer, Optimizer
+from coterie_parallel.gradients import norm as norm_module
 from coterie_routing import LoadSums
 from coterie_trainer import step as step_module
 from coterie_trainer.config import Config
+from coterie_trainer.step import Stepper
 from coterie_trainer.verify.running import Outcome, run_layout
 from torch import Tensor
 
@@ -110,6 +112,62 @@ def padding_counted(rank: int, world: int, config: Config) -> Outcome | None:
 def nothing_clipped(rank: int, world: int, config: Config) -> Outcome | None:
     """Leave out the clipping, which shows in the parameters alone."""
     with patch("coterie_parallel.optimizer.optimizer.clip_gradients_", lambda *args: None):
+        return run_layout(rank, world, config)
+
+
+def head_without_gradient(rank: int, world: int, config: Config) -> Outcome | None:
+    """Leave the gradient of the head out of that of a tied embedding, on the last stage of a pipeline."""
+    make = Optimizer.__init__
+
+    def make_and_hook(self: Optimizer, *args: object) -> None:
+        make(self, *args)
+        if world > 1 and rank >= world - config.parallel.data:
+            self.reducer.parameters["embed.weight"].register_hook(torch.zeros_like)
+
+    with patch.object(Optimizer, "__init__", make_and_hook):
+        return run_layout(rank, world, config)
+
+
+def embedding_apart(rank: int, world: int, config: Config) -> Outcome | None:
+    """Let the embedding of the last rank miss a bit, after each step."""
+    step = Optimizer.step
+
+    def missed(self: Optimizer, *args: object, **kwargs: object) -> Tensor:
+        norm = step(self, *args, **kwargs)
+        if rank == world - 1:
+            weight = self.reducer.parameters["embed.weight"]
+            weight.data[3, 2] = torch.nextafter(weight[3, 2], torch.tensor(2.0))
+        return norm
+
+    with patch.object(Optimizer, "step", missed):
+        return run_layout(rank, world, config)
+
+
+def norm_of_a_stage(rank: int, world: int, config: Config) -> Outcome | None:
+    """Take the gradient norm over the ranks of one stage, so that each stage is clipped by its own."""
+    gather = norm_module.all_gather
+
+    def own_stage(tensor: Tensor, axis: Axis) -> list[Tensor]:
+        everywhere = gather(tensor, axis)
+        data = config.parallel.data
+        return everywhere[rank // data * data :][:data]
+
+    with patch.object(norm_module, "all_gather", own_stage):
+        return run_layout(rank, world, config)
+
+
+def bias_of_another_layer(rank: int, world: int, config: Config) -> Outcome | None:
+    """Train the selection bias of each layer of a later stage by the load of the layer before."""
+    train = Stepper._train_selection_bias
+
+    def by_another(self: Stepper, *args: object) -> None:
+        load_LE = self.load_LE
+        if rank >= config.parallel.data:
+            self.load_LE = load_LE.roll(1, 0)
+        train(self, *args)
+        self.load_LE = load_LE
+
+    with patch.object(Stepper, "_train_selection_bias", by_another):
         return run_layout(rank, world, config)
 
 

@@ -43,6 +43,10 @@ VARIANTS: dict[str, dict[str, dict[str, object]]] = {
         "model": dict(num_groups=4, chosen_groups=2, norm_placement="post", qk_norm="width"),
         "train": dict(balance_loss="squared_load", bias_rule="proportional"),
     },
+    "quantile": {
+        "model": dict(score_function="softmax"),
+        "train": dict(bias_rule="quantile", bias_rate="none"),
+    },
     # The router learns from the weights of the experts alone.
     "no_auxiliary_loss": {
         "model": dict(score_function="softmax", selection_bias=False, num_experts=64, top_k=4, shared_hidden=0),

@@ -71,3 +71,35 @@ def test_a_count_that_is_off_by_one(proof: Proof) -> None:
 def test_a_gradient_that_is_not_clipped(proof: Proof) -> None:
     comparison = proof.compare("data=2", function=broken.nothing_clipped)
     assert (comparison.wrong[0].step, comparison.wrong[0].kind) == (1, "parameters")
+
+
+TIED = "pipeline=2 data=2 expert=2 accumulation=4"
+
+
+def test_a_tied_embedding_without_the_gradient_of_its_head(proof: Proof) -> None:
+    comparison = proof.compare(TIED, function=broken.head_without_gradient)
+    text = first(comparison)
+    assert text.startswith("first difference: step 1, gradient of embed.weight: relative difference ")
+    assert re.search(r"; summed by rank [0-3]$", text)
+    names = {one.name for one in comparison.wrong if one.step == 1 and one.kind == "gradients"}
+    assert names == {"gradient of embed.weight"}
+    assert not comparison.replica_problems
+
+
+def test_the_two_ends_of_a_tied_embedding_that_drift_apart(proof: Proof) -> None:
+    comparison = proof.compare(TIED, function=broken.embedding_apart)
+    assert comparison.replica_problems[0] == "step 1: embed.weight of rank 3 has other bits than that of rank 0"
+
+
+def test_a_norm_of_one_stage(proof: Proof) -> None:
+    """P18: every stage clips by its own norm."""
+    comparison = proof.compare(TIED, function=broken.norm_of_a_stage)
+    assert first(comparison).startswith("first difference: step 1, gradient norm: relative difference ")
+    assert re.match(r"step 1: gradient norm of rank 2 is \S+, and that of rank 0 is ", comparison.replica_problems[0])
+
+
+def test_a_bias_that_another_layer_has_trained(proof: Proof) -> None:
+    comparison = proof.compare(TIED, function=broken.bias_of_another_layer)
+    text = first(comparison)
+    assert text.startswith("first difference: step 1, layers.2.moe.router.selection_bias: relative difference ")
+    assert text.endswith("; held by ranks 2, 3")

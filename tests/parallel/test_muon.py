@@ -47,7 +47,7 @@ def _train(named: dict[str, nn.Parameter], config: AdamWConfig) -> Optimizer:
     optimizer = Optimizer(named.items(), dict.fromkeys(named, DENSE), one_process(), config)
     for step, rate in enumerate(RATES):
         for name, parameter in named.items():
-            parameter.grad = _gradient(name, tuple(parameter.shape), step)
+            parameter.grad = _gradient(name, tuple(parameter.shape), step).to(parameter.dtype)
         optimizer.step(rate)
     return optimizer
 
@@ -100,9 +100,9 @@ def test_embeddings_and_vectors_stay_with_adamw() -> None:
 
 def test_bf16_equals_the_muon_of_torch_to_its_rounding() -> None:
     named, theirs = _named(), _named()
-    _train(named, _config(MuonConfig()))
+    _train(named, _config(MuonConfig(dtype="bfloat16")))
     exact = _named()
-    _train(exact, _config(MuonConfig(dtype="float32")))
+    _train(exact, _config(MuonConfig()))
     for name in ("wide", "tall", "square"):
         reference = torch.optim.Muon(
             [theirs[name]], weight_decay=0.2, momentum=0.95, nesterov=True, adjust_lr_fn="match_rms_adamw"
@@ -114,6 +114,31 @@ def test_bf16_equals_the_muon_of_torch_to_its_rounding() -> None:
         error = float((named[name] - exact[name]).detach().abs().max())
         reference_error = float((theirs[name] - exact[name]).detach().abs().max())
         assert 0 < error <= 2 * reference_error, name
+
+
+@pytest.mark.parametrize(
+    ("dtype", "iterated"), [(torch.float32, "float32"), (torch.bfloat16, "bfloat16"), (torch.float16, "float32")]
+)
+def test_auto_iterates_in_bf16_only_for_bf16_parameters(dtype: torch.dtype, iterated: str) -> None:
+    found = {}
+    for setting in ("auto", "float32", "bfloat16"):
+        named = _named(dtype)
+        optimizer = _train(named, _config(MuonConfig(dtype=setting)))  # type: ignore[arg-type]
+        state = optimizer.state_dict()
+        found[setting] = {name: state.get(f"main/{name}", named[name].detach().flatten()) for name in SHAPES}
+    for name in SHAPES:
+        assert torch.equal(found["auto"][name], found[iterated][name])
+        assert not torch.equal(found["float32"][name], found["bfloat16"][name])
+
+
+def test_parameters_of_two_dtypes_iterate_each_in_its_own() -> None:
+    named = {**_named(), **{f"half.{name}": parameter for name, parameter in _named(torch.bfloat16).items()}}
+    _train(named, _config(MuonConfig(exclude=("*embed",))))
+    for prefix, dtype in (("", torch.float32), ("half.", torch.bfloat16)):
+        alone = {f"{prefix}{name}": parameter for name, parameter in _named(dtype).items()}
+        _train(alone, _config(MuonConfig(exclude=("*embed",))))
+        for name, parameter in alone.items():
+            assert torch.equal(named[name], parameter), name
 
 
 def test_singular_values_end_near_one_and_zeros_stay() -> None:

@@ -1,4 +1,4 @@
-"""Tests of the Triton softmax of the cross-entropy, for a process with TRITON_INTERPRET=1: see test_cross_entropy.py."""
+"""Tests of the Triton softmax, for a process with TRITON_INTERPRET=1: see test_cross_entropy.py."""
 
 import pytest
 import torch

@@ -244,9 +244,9 @@ def test_what_does_not_fit_is_refused() -> None:
     hidden_TD, weight_VD, targets_T = _values(torch.float32)
     with pytest.raises(ValueError, match=r"shapes must be hidden .*\(13, 6\), \(6, 37\), \(13,\)"):
         chunked_cross_entropy_sum(hidden_TD, weight_VD.T, targets_T)
-    with pytest.raises(ValueError, match="one floating dtype, but have torch.float64, torch.float32"):
+    with pytest.raises(ValueError, match=r"one floating dtype, but have torch\.float64, torch\.float32"):
         chunked_cross_entropy_sum(hidden_TD.double(), weight_VD, targets_T)
-    with pytest.raises(ValueError, match=r"targets must be torch.int64, but are torch.int32"):
+    with pytest.raises(ValueError, match=r"targets must be torch\.int64, but are torch\.int32"):
         chunked_cross_entropy_sum(hidden_TD, weight_VD, targets_T.int())
     with pytest.raises(ValueError, match=r"chunk_tokens \(0\) must be at least 1"):
         chunked_cross_entropy_sum(hidden_TD, weight_VD, targets_T, chunk_tokens=0)

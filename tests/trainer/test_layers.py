@@ -1,9 +1,12 @@
+import dataclasses
 import math
 
 import pytest
 import torch
 from coterie_export import ModelSpec
-from coterie_trainer.layers import Attention, FeedForward, RMSNorm, attention_context
+from coterie_trainer.layers import Attention, FeedForward, RMSNorm, attention_context, compile_dense
+from coterie_trainer.model import build_model
+from torch import nn
 
 from trainer.specs import SPECS
 
@@ -94,3 +97,65 @@ def test_feed_forward_uses_the_first_rows_as_the_gate() -> None:
     layer.down.weight.data = torch.tensor([[3.0]])
     gate = 2.0 / (1.0 + math.exp(-2.0))
     assert layer(torch.tensor([1.0])).item() == pytest.approx(3.0 * gate * 5.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_joined_with_a_residual_sum_is_both_in_turn(dtype: torch.dtype) -> None:
+    norm = RMSNorm(8, eps=1e-6)
+    nn.init.normal_(norm.weight)
+    norm.to(dtype)
+    x, change = (torch.randn(3, 5, 8).to(dtype) for _ in range(2))
+    total, normalised = norm.after_sum(x, change)
+    assert torch.equal(total, x + change)
+    assert torch.equal(normalised, norm(x + change))
+    assert torch.equal(norm.added_to(x, change), x + norm(change))
+
+
+class _Counting:
+    """A back-end of `torch.compile` that counts graphs and runs them as they are, with their gradients traced."""
+
+    def __init__(self) -> None:
+        self.num_graphs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        from torch._dynamo.backends.debugging import aot_eager
+
+        self.num_graphs += 1
+        return aot_eager(graph, inputs)
+
+
+def _run(model: nn.Module, seed: int, documents_BS: torch.Tensor) -> list[torch.Tensor]:
+    tokens_BS = torch.randint(64, documents_BS.shape, generator=torch.Generator().manual_seed(seed))
+    hidden_BSD = model(tokens_BS, documents_BS).hidden_BSD
+    return [
+        hidden_BSD.detach(),
+        *torch.autograd.grad(hidden_BSD.square().sum(), list(model.parameters()), allow_unused=True),
+    ]
+
+
+# The compiler looks at the gradients of what is given to it.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize(("name", "recompute"), [("qk_norm_head", ("attention",)), ("post_norm", ())])
+def test_compiled_layers_are_the_plain_ones_and_compiled_once(name: str, recompute: tuple[str, ...]) -> None:
+    torch._dynamo.reset()
+    spec = dataclasses.replace(SPECS[name], num_layers=3)
+    plain, compiled = (_random(build_model(spec, recompute=recompute)).float() for _ in range(2))
+    counting = _Counting()
+    assert compile_dense(compiled, backend=counting) is compiled
+    assert [name for name, _ in compiled.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    first_BS = torch.tensor([[0] * 9 + [1] * 3, [0] * 5 + [-1] * 7], dtype=torch.int32)
+    graphs = []
+    for seed, documents_BS in enumerate([first_BS, first_BS * 0]):
+        for ours, expected in zip(_run(compiled, seed, documents_BS), _run(plain, seed, documents_BS), strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
+        graphs.append(counting.num_graphs)
+    # Norm, rotation of queries and of keys, SwiGLU: not one for each layer, and none for another batch.
+    assert 2 <= graphs[0] <= 5
+    assert graphs[1] == graphs[0]
+
+
+def test_nothing_is_compiled_unless_asked() -> None:
+    model = build_model(SPECS["qk_norm_head"])
+    for module in model.modules():
+        if hasattr(module, "fused"):
+            assert module.fused(len) is len

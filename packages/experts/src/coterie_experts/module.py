@@ -4,7 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from coterie_experts.config import ExpertsConfig
-from coterie_experts.grouped_swiglu import BackendChoice, choose_backend, grouped_experts, swiglu_of_tokens
+from coterie_experts.deferred import Defer
+from coterie_experts.grouped_swiglu import BackendChoice, choose_backend, experts_of_tokens, grouped_experts
 from coterie_experts.initialisation import init_experts
 from coterie_experts.tables import load_table
 from coterie_experts.token_rows import order_by_expert, rows_from_tokens, sum_over_choices
@@ -27,6 +28,14 @@ class GroupedExperts(nn.Module):
         num_local_experts: how many are held here; all if not given.
         device: ``meta`` builds without memory.
         dtype: of the parameters and of the rows.
+
+    Attributes:
+        defer_weight_gradients: None, or a callable for schedules that compute weight gradients later. Each backward
+            pass then gives it a function in place of them; that function computes the gradients of all parameters,
+            the same bits, and adds them to ``main_grad`` where there is one, else to ``grad``, which is made if it is
+            None. It is to be called once (again is a ``RuntimeError``), and lets go of what it kept. Until then rows,
+            row weights and the gradient of the output must stay as they are. It is called by autograd's thread; where
+            no parameter wants a gradient it is not called.
 
     Raises:
         ValueError: the config has problems, the share is not within the layer, the file of tiles is not one or not of
@@ -62,6 +71,7 @@ class GroupedExperts(nn.Module):
             raise ValueError("\n".join(problems))
         self.config = config
         self._table = None if config.tiles is None else load_table(config.tiles)
+        self.defer_weight_gradients: Defer | None = None
         self.first_expert = first_expert
         self.num_local_experts = num_local
         d_model, d_hidden = config.d_model, config.d_hidden
@@ -125,6 +135,7 @@ class GroupedExperts(nn.Module):
             down_bias=self.down_bias if self.config.bias else None,
             backend=self.config.backend,
             table=self._table,
+            defer_weight_gradients=self.defer_weight_gradients,
         )
 
     def forward_tokens(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -146,8 +157,18 @@ class GroupedExperts(nn.Module):
             raise ValueError("\n".join(problems))
         backend = self.backend
         if backend in ("triton", "quack"):
-            return swiglu_of_tokens(
-                x_TD, ids_TK, weights_TK, self.up_projection, self.down, backend=backend, table=self._table
+            return experts_of_tokens(
+                x_TD,
+                ids_TK,
+                weights_TK,
+                self.up_projection,
+                self.down,
+                backend=backend,
+                activation=self.config.activation_function,
+                up_bias=self.up_projection_bias,
+                down_bias=self.down_bias if self.config.bias else None,
+                table=self._table,
+                defer_weight_gradients=self.defer_weight_gradients,
             )
         order = order_by_expert(ids_TK, self.num_local_experts)
         row_weights_N = weights_TK.flatten().index_select(0, order.slot_of_row_N)

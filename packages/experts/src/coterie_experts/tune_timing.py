@@ -11,7 +11,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from coterie_experts.grouped_swiglu import choose_backend, grouped_experts, swiglu_of_tokens
+from coterie_experts.activation import Activation
+from coterie_experts.grouped_swiglu import choose_backend, experts_of_tokens, grouped_experts
 from coterie_experts.tables import TileTable, capability_of
 from coterie_experts.token_rows import order_by_expert, rows_from_tokens, sort_slots, sum_over_choices
 from coterie_experts.tune import Changes, LayerSize
@@ -138,7 +139,8 @@ def kernel_calls(size: LayerSize, device: torch.device) -> dict[str, Callable[[C
     layout = pad_rows(
         offsets_e, weights_TK.flatten(), slot_of_row_N=slots_N, num_choices=size.choices, block=tiles.block_rows
     )
-    pre_P2H, activation_PH = launch.pre_and_activation(x_TD, layout, gate_up, tiles)
+    swiglu = Activation()
+    pre_P2H, activation_PH = launch.pre_and_activation(x_TD, layout, gate_up, tiles, activation=swiglu, bias=None)
 
     def with_tiles(kernel: str, run: Callable[[TileSet], object]) -> Callable[[Changes], object]:
         return lambda changes: run(tiles.changed({kernel: changes}))
@@ -154,9 +156,11 @@ def kernel_calls(size: LayerSize, device: torch.device) -> dict[str, Callable[[C
         )
 
     runs: dict[str, Callable[[TileSet], object]] = {
-        "up": lambda t: launch.pre_and_activation(x_TD, layout, gate_up, t),
+        "up": lambda t: launch.pre_and_activation(x_TD, layout, gate_up, t, activation=swiglu, bias=None),
         "down": lambda t: rows(activation_PH, down, True, t.down),
-        "grad_hidden": lambda t: launch.hidden_gradients(grad_y_TD, pre_P2H, layout, down, t, overwrite=False),
+        "grad_hidden": lambda t: launch.hidden_gradients(
+            grad_y_TD, pre_P2H, layout, down, t, activation=swiglu, bias=None, overwrite=False
+        ),
         "grad_rows": lambda t: rows(pre_P2H, gate_up, False, t.grad_rows),
         "grad_down": lambda t: launch.weight_gradient(
             grad_y_TD, activation_PH, layout, t.grad_down, transposed=False, main_grad=None
@@ -200,7 +204,7 @@ def _layer(
     backend: str, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, gate_up: Tensor, down: Tensor, table: TileTable
 ) -> Tensor:
     if backend in ("triton", "quack"):
-        return swiglu_of_tokens(x_TD, ids_TK, weights_TK, gate_up, down, backend=backend, table=table)
+        return experts_of_tokens(x_TD, ids_TK, weights_TK, gate_up, down, backend=backend, table=table)
     order = order_by_expert(ids_TK, down.shape[0])
     row_weights_N = weights_TK.flatten().index_select(0, order.slot_of_row_N)
     rows_ND = rows_from_tokens(x_TD, order)

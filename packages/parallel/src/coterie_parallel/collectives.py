@@ -209,7 +209,7 @@ def start_send(tensor: Tensor, axis: Axis, *, to: int) -> Pending:
 
 
 def start_receive(tensor: Tensor, axis: Axis, *, source: int) -> Pending:
-    """Start to fill a contiguous tensor with what axis index ``source`` sends; sends of one rank come in their order."""
+    """Start to fill a contiguous tensor with what axis index ``source`` sends; what it sends comes in its order."""
     with _named("receive", axis):
         work = dist.irecv(tensor, axis.ranks[source], group=axis.group)
     return Pending("receive", axis, work)

@@ -196,7 +196,7 @@ def _varlen() -> Callable[..., Any]:
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters
-    settings: dict[str, object] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    settings: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
     if "enable_gqa" in known:  # before it was a flag the kernel took any number of heads of keys
         settings["enable_gqa"] = True
     return functools.partial(varlen_attn, **settings)

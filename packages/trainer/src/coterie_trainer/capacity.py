@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
-from coterie_parallel import Dispatcher, Mesh, all_gather
+from coterie_parallel import Dispatcher, Mesh, all_gather, all_gather_objects
 from torch import Tensor
 
 __all__ = ["CapacityWatch"]
@@ -17,7 +17,7 @@ class CapacityWatch:
     """Runs a computation until its rows have found room on all ranks, and counts what the buffers held.
 
     Args:
-        dispatchers: of the model; every rank has the same.
+        dispatchers: of the model; a rank without a MoE layer has none.
         mesh: the named axes of ranks.
         device: whose random numbers an attempt may draw.
 
@@ -32,6 +32,7 @@ class CapacityWatch:
         for dispatcher in self._dispatchers:
             # Before the first dispatch this says only that somebody will ask for an overflow.
             dispatcher.grow()
+        self._is_counted: bool | None = None
         self._dropped_before = 0
         self._notes: list[str] = []
         self.rows_needed_max = 0
@@ -70,11 +71,15 @@ class CapacityWatch:
     def _has_overflowed(self) -> bool:
         """Read the counters of all ranks, with one look at the device."""
         counters = [counted for dispatcher in self._dispatchers if (counted := dispatcher.counters())]
-        if not counters:
+        if self._is_counted is None:
+            # Asked once, as counters begin with the first dispatch, and on all ranks: one may have no MoE layer.
+            self._is_counted = any(all_gather_objects(bool(counters), self._mesh.axis("world")))
+        if not self._is_counted:
             return False
         for dispatcher in self._dispatchers:
             dispatcher.check()
-        own = torch.stack([_sum_or_max(counters, name) for name in _COUNTERS])
+        none = torch.zeros((), dtype=torch.int64, device=self._device)
+        own = torch.stack([_sum_or_max(counters, name) if counters else none for name in _COUNTERS])
         needed, overflowed, dropped, outside = torch.stack(all_gather(own, self._mesh.axis("world"))).T.tolist()
         if any(outside):
             ranks = ", ".join(

@@ -1,15 +1,24 @@
-"""What `coterie check` shows: the resolved plan of a config, its parameters, and the memory of a rank."""
+"""What `coterie check` shows: the resolved plan of a config, its parameters, the memory of a rank and its messages."""
 
 import math
 from pathlib import Path
 
 import torch
 from coterie_export import ModelSpec, fitting_families
-from coterie_parallel import DENSE, EXPERTS, OptimizerMemory, Plan, make_plan, optimizer_memory
+from coterie_parallel import OptimizerMemory, Plan, Stages, make_plan, make_stages, optimizer_memory
 from coterie_parallel.dispatch.rowwise.buffers import peak_row_bytes
 from coterie_parallel.dispatch.rowwise.capacity import first_capacity
 
 from coterie_trainer.check_fsdp import FsdpSizes
+from coterie_trainer.check_stages import (
+    RankPart,
+    bubble_lines,
+    in_flight_lines,
+    placement_of,
+    rank_parts,
+    sent_lines,
+    stage_lines,
+)
 from coterie_trainer.config import Config, ConfigError, config_problems
 from coterie_trainer.data.shards import read_index
 
@@ -31,21 +40,44 @@ def report(config: Config, world: int) -> str:
         raise ConfigError(problems)
     plan = make_plan(config.parallel, world, num_experts=config.model.num_experts, top_k=config.model.top_k)
     spec = config.model.to_spec(vocab_size, config.data.sequence_length, None)
+    stages, number = make_stages(config.parallel, spec.num_layers), _num_micro_batches(config, plan)
+    parts = rank_parts(spec, _parameter_shapes(spec), stages, number)
     if config.parallel.data_parallel == "fsdp":
         holds = [f"every rank: 1/{plan.data} of each parameter, of its gradient and of its optimizer state"]
-        memory_lines, message_lines = _fsdp_lines(config, spec, plan)
+        memory_lines, message_lines = _fsdp_lines(config, spec, plan, parts[0])
     else:
-        memory, holds = _memory(config, spec, plan), _holds_lines(config, plan)
-        memory_lines = _memory_lines(config, spec, plan, memory)
-        message_lines = _message_lines(config, spec, plan, memory)
+        holds = _holds_lines(config, plan)
+        memories = [_memory(config, spec, plan, stages, part) for part in parts]
+        totals = [_total(config, spec, plan, *both) for both in zip(parts, memories, strict=True)]
+        # Where several need the same, the first stands for them.
+        most = totals.index(max(totals))
+        memory_lines = _memory_lines(config, spec, plan, parts[most], memories[most])
+        message_lines = _message_lines(config, spec, plan, parts[most], memories[most])
+        if plan.pipeline > 1:
+            memory_lines = [f"pipeline {most}, which needs most:", *(f"  {line}" for line in memory_lines)]
+            memory_lines += [
+                f"pipeline {part.index}: {_numel(part, plan):,} parameters; sum: {_size(total)}"
+                for part, total in zip(parts, totals, strict=True)
+            ]
+            message_lines = [f"pipeline {most}:", *(f"  {line}" for line in message_lines)]
+    tokens = config.train.sequences_per_micro_batch * config.data.sequence_length
+    one = tokens * spec.d_model * _DTYPE_BYTES[config.dtype]
     sections = {
-        "plan": [*plan.describe().splitlines(), _experts_line(config, plan), *holds],
+        "plan": [
+            *plan.describe().splitlines(),
+            *stage_lines(spec, plan, stages),
+            _experts_line(config, plan),
+            *holds,
+        ],
         "model": _model_lines(config, spec, origin),
         "memory of a rank, without activations": memory_lines,
+        "activations that wait for their backward": in_flight_lines(parts, plan, stages, number),
         "bytes that a rank sends in a step": message_lines,
-        "step": _step_lines(config, plan),
+        "bytes that a rank sends to other stages in a step": sent_lines(parts, plan, stages, number, one),
+        "step": [*_step_lines(config, plan), *bubble_lines(plan, stages, number)],
     }
-    return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in sections.items())
+    shown = {title: lines for title, lines in sections.items() if lines}
+    return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in shown.items())
 
 
 def active_parameters(spec: ModelSpec) -> int:
@@ -109,28 +141,41 @@ def _holds_lines(config: Config, plan: Plan) -> list[str]:
         at = plan.coordinates(rank)
         first, last = at.expert * num_local, (at.expert + 1) * num_local - 1
         held = f"experts {first} to {last}" if last > first else f"expert {first}"
-        lines.append(f"rank {rank}: data {at.data} = expert_data {at.expert_data} x expert {at.expert}; {held}")
+        pipeline = f"pipeline {at.pipeline}, " if plan.pipeline > 1 else ""
+        lines.append(
+            f"rank {rank}: {pipeline}data {at.data} = expert_data {at.expert_data} x expert {at.expert}; {held}"
+        )
     if len(lines) > _MOST_RANKS:
         half = _MOST_RANKS // 2
         lines[half:-half] = [f"... {len(lines) - 2 * half} more ranks, in the same order ..."]
     dense, experts = (f"1/{parts}" if parts > 1 else "all" for parts in (plan.data, plan.expert_data))
-    return [*lines, f"optimizer state of a rank: {dense} of the dense parameters', {experts} of its own experts'"]
+    of = "the dense parameters'" if plan.pipeline == 1 else "what is dense in its stages"
+    return [*lines, f"optimizer state of a rank: {dense} of {of}, {experts} of its own experts'"]
 
 
-def _memory(config: Config, spec: ModelSpec, plan: Plan) -> OptimizerMemory:
+def _memory(config: Config, spec: ModelSpec, plan: Plan, stages: Stages, part: RankPart) -> OptimizerMemory:
     dtype = getattr(torch, config.dtype)
     local = {}
-    for name, shape in _parameter_shapes(spec).items():
+    for name, shape in part.shapes.items():
         local[name] = ((shape[0] // plan.expert, *shape[1:]) if _is_expert(name) else shape, dtype)
-    placements = {name: EXPERTS if _is_expert(name) else DENSE for name in local}
+    placements = {name: placement_of(name, spec, stages) for name in local}
     return optimizer_memory(local, placements, plan, config.optimizer.to_adamw())
 
 
-def _memory_lines(config: Config, spec: ModelSpec, plan: Plan, memory: OptimizerMemory) -> list[str]:
-    sizes = _parameter_sizes(spec)
-    experts = sum(size for name, size in sizes.items() if _is_expert(name)) // plan.expert
-    dense = sum(size for name, size in sizes.items() if not _is_expert(name))
-    buffers = _buffer_bytes(config, spec, plan)
+def _total(config: Config, spec: ModelSpec, plan: Plan, part: RankPart, memory: OptimizerMemory) -> int:
+    return memory.total + _buffer_bytes(config, spec, plan, part)
+
+
+def _numel(part: RankPart, plan: Plan) -> int:
+    return sum(
+        math.prod(shape) // plan.expert if _is_expert(name) else math.prod(shape) for name, shape in part.shapes.items()
+    )
+
+
+def _memory_lines(config: Config, spec: ModelSpec, plan: Plan, part: RankPart, memory: OptimizerMemory) -> list[str]:
+    dense = sum(math.prod(shape) for name, shape in part.shapes.items() if not _is_expert(name))
+    experts = _numel(part, plan) - dense
+    buffers = _buffer_bytes(config, spec, plan, part)
     rows = {
         f"weights, {config.dtype}": memory.parameters,
         "gradients as autograd leaves them, float32": memory.autograd_gradients,
@@ -142,15 +187,16 @@ def _memory_lines(config: Config, spec: ModelSpec, plan: Plan, memory: Optimizer
         f"row buffers of the dispatcher, saved_rows = {config.parallel.saved_rows}": buffers,
     }
     return [
-        f"parameters: {dense + experts:,} = {dense:,} on every rank + {experts:,} of its own experts",
+        f"parameters: {dense + experts:,} = {dense:,} on every rank{' of its stages' if plan.pipeline > 1 else ''} + "
+        f"{experts:,} of its own experts",
         *(f"{name}: {_size(size)}" for name, size in rows.items() if size > 0),
-        f"sum: {_size(memory.total + buffers)}",
+        f"sum: {_size(_total(config, spec, plan, part, memory))}",
     ]
 
 
-def _buffer_bytes(config: Config, spec: ModelSpec, plan: Plan) -> int:
+def _buffer_bytes(config: Config, spec: ModelSpec, plan: Plan, part: RankPart) -> int:
     """Return the bytes of the row-wise buffers as they begin; others have none of a fixed size."""
-    if config.parallel.dispatcher != "rowwise":
+    if config.parallel.dispatcher != "rowwise" or part.num_moe_layers == 0:
         return 0
     num_tokens = config.train.sequences_per_micro_batch * config.data.sequence_length
     capacity = first_capacity(
@@ -165,7 +211,7 @@ def _buffer_bytes(config: Config, spec: ModelSpec, plan: Plan) -> int:
     keeps_rows = not {"block", "dispatch"} & set(config.train.recompute)
     return peak_row_bytes(
         config.parallel.saved_rows if keeps_rows else "copy",
-        num_layers=spec.num_layers - spec.num_dense_layers if keeps_rows else 0,
+        num_layers=part.kept_moe_layers if keeps_rows else 0,
         capacity=capacity,
         num_tokens=num_tokens,
         width=spec.d_model,
@@ -173,11 +219,11 @@ def _buffer_bytes(config: Config, spec: ModelSpec, plan: Plan) -> int:
     )
 
 
-def _fsdp_lines(config: Config, spec: ModelSpec, plan: Plan) -> tuple[list[str], list[str]]:
+def _fsdp_lines(config: Config, spec: ModelSpec, plan: Plan, part: RankPart) -> tuple[list[str], list[str]]:
     """Return the lines of memory and those of messages."""
     sizes = FsdpSizes(_parameter_shapes(spec), plan.data, _DTYPE_BYTES[config.dtype])
     memory = sizes.memory()
-    buffers = _buffer_bytes(config, spec, plan)
+    buffers = _buffer_bytes(config, spec, plan, part)
     memory |= {f"row buffers of the dispatcher, saved_rows = {config.parallel.saved_rows}": buffers} if buffers else {}
     messages = sizes.messages(_num_micro_batches(config, plan))
     lines = [
@@ -191,12 +237,11 @@ def _num_micro_batches(config: Config, plan: Plan) -> int:
     return config.train.sequences_per_step // (plan.data * config.train.sequences_per_micro_batch)
 
 
-def _message_lines(config: Config, spec: ModelSpec, plan: Plan, memory: OptimizerMemory) -> list[str]:
+def _message_lines(config: Config, spec: ModelSpec, plan: Plan, part: RankPart, memory: OptimizerMemory) -> list[str]:
     tokens = config.train.sequences_per_step * config.data.sequence_length // plan.data
-    layers = spec.num_layers - spec.num_dense_layers
     # There and back in the forward and in the backward; a weight goes there and its gradient comes back.
     row_bytes = 4 * spec.d_model * _DTYPE_BYTES[config.dtype] + 2 * 4
-    rows = tokens * spec.top_k * layers * (plan.expert - 1) // plan.expert
+    rows = tokens * spec.top_k * part.num_moe_layers * (plan.expert - 1) // plan.expert
     return [
         f"gradients: {_size(memory.gradient_bytes_sent)}"
         + (" in each micro-batch" if config.optimizer.gradient_sharding else ""),

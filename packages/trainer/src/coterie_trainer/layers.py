@@ -17,19 +17,22 @@ __all__ = ["Attention", "AttentionContext", "FeedForward", "RMSNorm", "attention
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
-def compile_dense(model: _Model, *, backend: str = "inductor") -> _Model:
+def compile_dense(model: _Model, *, backend: str | Callable[..., Any] = "inductor") -> _Model:
     """Let the dense layers of a model run what lies between their matrix products as compiled functions.
 
     Norms, residual sums, rotations and SwiGLU then read and write each tensor once. They are functions of tensors and
     not of modules, so each is compiled once for all layers; names and parameters do not change. Shapes are those of the
-    batch alone: neither another micro-batch nor other documents compile anything again. The results are those of the
-    plain functions up to rounding.
+    batch alone: neither another micro-batch nor other documents compile anything again; of a function with more than
+    eight shapes the later ones run as they are, and torch warns. The results are those of the plain functions up to
+    rounding.
 
     Args:
         model: changed in place and returned.
         backend: of `torch.compile`.
     """
-    fused = functools.cache(functools.partial(torch.compile, fullgraph=True, backend=backend))
+    # Fixed shapes: a graph for any shape would serve queries too once it was made for keys, and what is computed again
+    # in a backward would then keep other tensors than the first time.
+    fused = functools.cache(functools.partial(torch.compile, dynamic=False, backend=backend))
     for module in model.modules():
         if isinstance(module, _Dense):
             module.fused = fused
@@ -150,7 +153,7 @@ def _normalise_and_rotate(
     over_width = weight is not None and weight.shape[0] == x_BSQ.shape[-1]
     if weight is not None and over_width:
         x_BSQ = _normalise(x_BSQ, weight, eps)
-    heads = x_BSQ.unflatten(-1, (-1, head_dim))
+    heads = x_BSQ.view(*x_BSQ.shape[:2], -1, head_dim)
     if weight is not None and not over_width:
         heads = _normalise(heads, weight, eps)
     x = heads.float()
@@ -161,4 +164,5 @@ def _normalise_and_rotate(
 
 def _swiglu(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    out: Tensor = F.silu(gate) * up
+    return out

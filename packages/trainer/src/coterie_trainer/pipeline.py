@@ -5,13 +5,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from coterie_experts import GroupedExperts
 from coterie_parallel import SCHEDULES, Mesh, Pipeline, Stage, Stages, WeightGradients
 from coterie_routing import Routing
 from torch import Tensor, nn
 
 from coterie_trainer.data.dataset import Batch
-from coterie_trainer.model import Decoder
+from coterie_trainer.model import Decoder, MoE
 
 __all__ = ["StageRunner"]
 
@@ -39,8 +38,9 @@ class StageRunner:
         if self._weights is not None:
             self._weights.of_linear_layers(model)
             for module in model.modules():
-                if isinstance(module, GroupedExperts):
-                    module.defer_weight_gradients = self._weights.put
+                # What lies in the buffers of a dispatcher does not last until a gradient is computed from it.
+                if isinstance(module, MoE) and not module.dispatcher.reuses_buffers:
+                    module.experts.defer_weight_gradients = self._weights.put
         self._pipelines: dict[tuple[int, torch.Size], Pipeline] = {}
         self._loss: Loss | None = None
         self._auxiliary: Auxiliary | None = None

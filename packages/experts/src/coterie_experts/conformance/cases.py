@@ -41,17 +41,18 @@ class TokenCase:
     num_dropped: int = 0
     d_model: int = 16
     d_hidden: int = 24
+    activation: Activation = field(default_factory=Activation)
+    bias: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenTensors:
-    """The arguments of ``forward_tokens``, and the gradient of its output."""
+    """The arguments of ``forward_tokens``, the parameters by name, and the gradient of the output."""
 
     x_TD: Tensor
     ids_TK: Tensor
     weights_TK: Tensor
-    gate_up: Tensor
-    down: Tensor
+    parameters: dict[str, Tensor]
     grad_y_TD: Tensor
 
 
@@ -88,6 +89,25 @@ TOKEN_CASES = (
     TokenCase(name="single", why="T = K = E = 1", num_tokens=1, top_k=1, num_experts=1),
     TokenCase(name="no_tokens", why="T = 0", num_tokens=0, top_k=2, num_experts=4),
     TokenCase(name="nothing_routed", why="every id is -1", num_tokens=5, top_k=2, num_experts=4, num_dropped=10),
+    TokenCase(
+        name="clamped_bias_tokens",
+        why="gpt-oss",
+        num_tokens=13,
+        top_k=2,
+        num_experts=4,
+        num_dropped=3,
+        activation=_CLAMPED,
+        bias=True,
+    ),
+    TokenCase(
+        name="relu_squared_tokens",
+        why="no gate",
+        num_tokens=13,
+        top_k=2,
+        num_experts=4,
+        activation=_RELU_SQUARED,
+        bias=True,
+    ),
 )
 
 
@@ -118,11 +138,22 @@ def make_tokens(case: TokenCase) -> TokenTensors:
     ids_TK = torch.rand(case.num_tokens, case.num_experts, generator=generator).argsort(dim=1)[:, : case.top_k]
     dropped = torch.randperm(ids_TK.numel(), generator=generator)[: case.num_dropped]
     sizes = (case.num_experts, case.d_model, case.d_hidden)
+    up_name, d_pre = ("gate_up", 2 * case.d_hidden) if case.activation.is_gated else ("up", case.d_hidden)
+    x_TD = torch.randn(case.num_tokens, case.d_model, generator=generator)
+    weights_TK = torch.rand(shape, generator=generator) + 0.1
+    parameters = {
+        up_name: torch.randn(sizes[0], d_pre, sizes[1], generator=generator) * case.d_model**-0.5,
+        "down": torch.randn(sizes, generator=generator) * case.d_hidden**-0.5,
+    }
+    if case.bias:
+        parameters |= {
+            f"{up_name}_bias": torch.randn(sizes[0], d_pre, generator=generator),
+            "down_bias": torch.randn(sizes[:2], generator=generator),
+        }
     return TokenTensors(
-        x_TD=torch.randn(case.num_tokens, case.d_model, generator=generator),
+        x_TD=x_TD,
         ids_TK=ids_TK.flatten().index_fill(0, dropped, -1).view(shape),
-        weights_TK=torch.rand(shape, generator=generator) + 0.1,
-        gate_up=torch.randn(sizes[0], 2 * sizes[2], sizes[1], generator=generator) * case.d_model**-0.5,
-        down=torch.randn(sizes, generator=generator) * case.d_hidden**-0.5,
+        weights_TK=weights_TK,
+        parameters=parameters,
         grad_y_TD=torch.randn(case.num_tokens, case.d_model, generator=generator),
     )

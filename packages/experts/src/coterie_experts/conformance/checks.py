@@ -1,6 +1,7 @@
 """Run a back-end on the cases and compare every output and every gradient with the ground truth."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from coterie_experts.activation import Activation
 from coterie_experts.config import Backend, ExpertsConfig
 from coterie_experts.conformance.cases import CASES, TOKEN_CASES, Case, TokenCase, make_tensors, make_tokens
 from coterie_experts.conformance.reference import plain_experts
+from coterie_experts.deferred import Defer
 from coterie_experts.grouped_swiglu import choose_backend, grouped_experts
 from coterie_experts.module import GroupedExperts
 from coterie_experts.token_rows import order_by_expert, rows_from_tokens, sum_over_choices
@@ -40,7 +42,7 @@ def conformance_problems(
         repeats: runs that have to give the same bits.
         cases: of ``grouped_experts``; those that the back-end refuses (see ``refusal``) are left out, but it must
             take SwiGLU without biases.
-        token_cases: of ``forward_tokens``.
+        token_cases: of ``forward_tokens``, likewise.
     """
     found = []
     for case in cases:
@@ -50,11 +52,12 @@ def conformance_problems(
         elif case.activation.name == "swiglu" and not case.bias:
             found.append(f"{case.name}: {reason}")
     for token_case in token_cases:
-        found += token_case_problems(backend, token_case, device=device, dtype=dtype)
+        if refusal(backend, token_case, device=device, dtype=dtype) is None:
+            found += token_case_problems(backend, token_case, device=device, dtype=dtype)
     return found
 
 
-def refusal(backend: Backend, case: Case, *, device: torch.device | str, dtype: torch.dtype) -> str | None:
+def refusal(backend: Backend, case: Case | TokenCase, *, device: torch.device | str, dtype: torch.dtype) -> str | None:
     """Return why the back-end does not take a case, or None if it does."""
     try:
         choose_backend(
@@ -96,6 +99,7 @@ def case_problems(
     for _ in range(repeats):
         found += [f"repeated: {problem}" for problem in _differences(_run(ours, values), first)]
     found += _main_grad_problems(ours, values, first)
+    found += _deferral_problems(partial(_ours, backend, case), values, first)
     found += _padding_problems(ours, values, case)
     # The same fault in twenty runs is one fault.
     return [f"{case.name}: {problem}" for problem in dict.fromkeys(found)]
@@ -120,6 +124,27 @@ def _main_grad_problems(ours: Callable[[Tensors], Tensor], values: Tensors, firs
         if not error <= allowed:
             found.append(f"main_grad: the sum of {name} is off by {error:.3g}, where {allowed:.3g} is rounding")
     return found
+
+
+def _deferral_problems(
+    ours: Callable[[Defer], Callable[[Tensors], Tensor]], values: Tensors, first: Tensors
+) -> list[str]:
+    """Weight gradients come when they are asked for, once, with the bits that they have otherwise."""
+    kept: list[Callable[[], None]] = []
+    leaves: Tensors = {}
+    before = _run(ours(kept.append), values, leaves=leaves)
+    found = [f"{name} came with the backward pass" for name in before if name != "y" and name not in _PER_ROW]
+    if len(kept) != 1:
+        return [f"deferred: {len(kept)} functions were handed over, not 1"]
+    kept[0]()
+    after = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+    found += _differences({**after, "y": before["y"]}, first)
+    try:
+        kept[0]()
+        found.append("the function can be called twice")
+    except RuntimeError:
+        pass
+    return [f"deferred: {problem}" for problem in found]
 
 
 def _padding_problems(ours: Callable[[Tensors], Tensor], values: Tensors, case: Case) -> list[str]:
@@ -155,7 +180,16 @@ def token_case_problems(
     It has to equal rows in the order (expert, token, choice), ``forward`` and a sum by choice bit for bit, and a loop
     over tokens in float64 up to rounding; what is not routed may hold NaN.
     """
-    config = ExpertsConfig(d_model=case.d_model, d_hidden=case.d_hidden, num_experts=case.num_experts, backend=backend)
+    config = ExpertsConfig(
+        d_model=case.d_model,
+        d_hidden=case.d_hidden,
+        num_experts=case.num_experts,
+        backend=backend,
+        activation=case.activation.name,
+        swiglu_alpha=case.activation.alpha,
+        swiglu_limit=case.activation.limit,
+        bias=case.bias,
+    )
     experts = GroupedExperts(config, device=device, dtype=dtype)
     tokens = make_tokens(case)
     ids_TK = tokens.ids_TK.to(device)
@@ -164,18 +198,17 @@ def token_case_problems(
         for name, value in {
             "x": tokens.x_TD,
             "weights": tokens.weights_TK,
-            "gate_up": tokens.gate_up,
-            "down": tokens.down,
+            **tokens.parameters,
             "grad_y": tokens.grad_y_TD,
         }.items()
     }
 
     def whole(t: Tensors) -> Tensor:
-        _set_weights(experts, t)
+        _set_weights(experts, t, tokens.parameters)
         return experts.forward_tokens(t["x"], ids_TK, t["weights"])
 
     def in_steps(t: Tensors) -> Tensor:
-        _set_weights(experts, t)
+        _set_weights(experts, t, tokens.parameters)
         order = order_by_expert(ids_TK, case.num_experts)
         row_weights_N = t["weights"].flatten().index_select(0, order.slot_of_row_N)
         return sum_over_choices(experts(rows_from_tokens(t["x"], order), row_weights_N, order.offsets_e), order)
@@ -195,8 +228,8 @@ def token_case_problems(
     return [f"{case.name}: {problem}" for problem in found]
 
 
-def _set_weights(experts: GroupedExperts, t: Tensors) -> None:
-    for name in ("gate_up", "down"):
+def _set_weights(experts: GroupedExperts, t: Tensors, names: Iterable[str]) -> None:
+    for name in names:
         setattr(experts, name, t[name])
 
 
@@ -205,15 +238,18 @@ def _token_loop(ids_TK: Tensor, activation: Activation) -> Callable[[Tensors], T
 
     def run(t: Tensors) -> Tensor:
         y_TD = torch.zeros_like(t["x"], dtype=t["weights"].dtype)
+        up_name = "gate_up" if activation.is_gated else "up"
+        biases = {name: t[given] for name, given in (("up_bias", f"{up_name}_bias"), ("down_bias",) * 2) if given in t}
         for expert in range(t["down"].shape[0]):
             token_R, choice_R = torch.where(ids_TK == expert)
             out_RD = plain_experts(
                 t["x"][token_R],
                 t["weights"][token_R, choice_R],
                 [len(token_R)],
-                t["gate_up"][expert, None],
+                t[up_name][expert, None],
                 t["down"][expert, None],
                 activation=activation,
+                **{name: bias[expert, None] for name, bias in biases.items()},
             )
             y_TD = y_TD.index_add(0, token_R, out_RD.to(y_TD.dtype))
         return y_TD.to(t["x"].dtype)
@@ -221,7 +257,7 @@ def _token_loop(ids_TK: Tensor, activation: Activation) -> Callable[[Tensors], T
     return run
 
 
-def _ours(backend: Backend, case: Case) -> Callable[[Tensors], Tensor]:
+def _ours(backend: Backend, case: Case, defer: Defer | None = None) -> Callable[[Tensors], Tensor]:
     def run(t: Tensors) -> Tensor:
         offsets_e = torch.tensor(case.counts, device=t["rows"].device).cumsum(0).to(torch.int32)
         return grouped_experts(
@@ -234,6 +270,7 @@ def _ours(backend: Backend, case: Case) -> Callable[[Tensors], Tensor]:
             up_bias=t.get("up_bias"),
             down_bias=t.get("down_bias"),
             backend=backend,
+            defer_weight_gradients=defer,
         )
 
     return run
@@ -249,9 +286,17 @@ def _plain(case: Case) -> Callable[[Tensors], Tensor]:
     return run
 
 
-def _run(function: Callable[[Tensors], Tensor], values: Tensors, main_grads: Tensors | None = None) -> Tensors:
-    """Return y and the gradient of each value but grad_y, by its name; leaves are fresh, with the same strides."""
-    fresh: Tensors = {}
+def _run(
+    function: Callable[[Tensors], Tensor],
+    values: Tensors,
+    main_grads: Tensors | None = None,
+    leaves: Tensors | None = None,
+) -> Tensors:
+    """Return y and the gradient of each value but grad_y, by its name.
+
+    Leaves are fresh, with the same strides; they are put in ``leaves`` where that is given.
+    """
+    fresh: Tensors = {} if leaves is None else leaves
     for name, value in values.items():
         if name == "grad_y":
             continue

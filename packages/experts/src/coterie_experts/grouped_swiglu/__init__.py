@@ -5,18 +5,22 @@
 ``quack_native.py`` and ``te_native.py`` use those of other packages. ``choice.py`` picks; this file checks arguments.
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from coterie_experts.activation import Activation
+from coterie_experts.deferred import Defer, Deferral, deferral_of
 from coterie_experts.grouped_swiglu import quack_native, reference, te_native, torch_native, triton_native
 from coterie_experts.grouped_swiglu.choice import BackendChoice, choose_backend
+from coterie_experts.grouped_swiglu.replayed import with_deferred_weights
 from coterie_experts.main_grad import into_main_grad, split_main_grad
 from coterie_experts.tables import TileTable
 
-__all__ = ["BackendChoice", "choose_backend", "grouped_experts", "grouped_swiglu", "swiglu_of_tokens"]
+__all__ = ["BackendChoice", "choose_backend", "experts_of_tokens", "grouped_experts", "grouped_swiglu"]
 
 _SWIGLU = Activation()
 
@@ -46,6 +50,7 @@ def grouped_experts(
     down_bias: Tensor | None = None,
     backend: str = "auto",
     table: TileTable | None = None,
+    defer_weight_gradients: Defer | None = None,
 ) -> Tensor:
     """Send each row through its expert: rows [offsets[i-1], offsets[i]) belong to local expert i.
 
@@ -67,13 +72,16 @@ def grouped_experts(
         down_bias: (e, D), added to the output of the expert.
         backend: see ``choose_backend``.
         table: what was measured on this GPU, where it is not the package's own record.
+        defer_weight_gradients: takes a function in each backward pass, which computes the gradients of ``up``,
+            ``down`` and the biases when it is called, and adds them as above; see ``GroupedExperts``.
 
     Returns:
         Rows of the shape and dtype of ``rows_RD``.
 
     Raises:
         ValueError: shapes, dtypes or devices do not fit; on the CPU also offsets that fall or run past the rows (on a
-            GPU that check would cost a host synchronisation, so it is not made).
+            GPU that check would cost a host synchronisation, so it is not made); gradients to be deferred for a
+            tensor that has neither a ``main_grad`` nor, not being a leaf, a ``grad``.
     """
     biases = {"up_bias": up_bias, "down_bias": down_bias}
     given = {name: bias for name, bias in biases.items() if bias is not None}
@@ -92,58 +100,101 @@ def grouped_experts(
         bias=bool(given),
         table=table,
     )
+    deferral = deferral_of(defer_weight_gradients, up=up, down=down, up_bias=up_bias, down_bias=down_bias)
+    inputs = (rows_RD, row_weights_R, offsets_e)
     if choice.name == "triton":
-        (up, up_grad), (down, down_grad) = split_main_grad(up), split_main_grad(down)
-        return triton_native.grouped_swiglu(
-            rows_RD, row_weights_R, offsets_e, up, down, main_grads=(up_grad, down_grad), table=table
+        return triton_native.grouped_experts(
+            *inputs, **_split(up, down, up_bias, down_bias, deferral), activation=activation, table=table
         )
+    if deferral is None:
+        up, down = into_main_grad(up), into_main_grad(down)
+        up_bias = None if up_bias is None else into_main_grad(up_bias)
+        down_bias = None if down_bias is None else into_main_grad(down_bias)
     if choice.name == "quack":
-        return quack_native.grouped_swiglu(rows_RD, row_weights_R, offsets_e, into_main_grad(up), into_main_grad(down))
-    run = {
-        "torch": torch_native.grouped_experts,
-        "te": te_native.grouped_experts,
-        "reference": reference.grouped_experts,
-    }[choice.name]
-    return run(
-        rows_RD,
-        row_weights_R,
-        offsets_e,
-        into_main_grad(up),
-        into_main_grad(down),
-        activation=activation,
-        up_bias=None if up_bias is None else into_main_grad(up_bias),
-        down_bias=None if down_bias is None else into_main_grad(down_bias),
-    )
+        return quack_native.grouped_swiglu(*inputs, up, down, deferral=deferral)
+    if choice.name == "torch":
+        return torch_native.grouped_experts(
+            *inputs, up, down, activation=activation, up_bias=up_bias, down_bias=down_bias, deferral=deferral
+        )
+    experts = {"te": te_native.grouped_experts, "reference": reference.grouped_experts}[choice.name]
+
+    def run(rows_RD: Tensor, weights_R: Tensor, offsets_e: Tensor, parameters: Sequence[Tensor | None]) -> Tensor:
+        up, down, up_bias, down_bias = parameters
+        assert up is not None
+        assert down is not None
+        return experts(
+            rows_RD,
+            weights_R,
+            offsets_e,
+            up,
+            down,
+            activation=activation,
+            up_bias=up_bias,
+            down_bias=down_bias,
+        )
+
+    if deferral is None:
+        return run(*inputs, (up, down, up_bias, down_bias))
+    return with_deferred_weights(run, *inputs, deferral)
 
 
-def swiglu_of_tokens(
+def experts_of_tokens(
     x_TD: Tensor,
     ids_TK: Tensor,
     weights_TK: Tensor,
-    gate_up: Tensor,
+    up: Tensor,
     down: Tensor,
     *,
     backend: str,
+    activation: Activation = _SWIGLU,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
     table: TileTable | None = None,
+    defer_weight_gradients: Defer | None = None,
 ) -> Tensor:
     """Send tokens through the experts they chose in the kernels of ``triton`` or ``quack``, gather and sum included.
 
-    Equals rows in the order (expert, token, choice), ``grouped_swiglu``, and the sum of a token's rows in the order of
-    k, bit for bit. The arguments are those of ``GroupedExperts.forward_tokens``, whose shapes have been checked.
+    Equals rows in the order (expert, token, choice), ``grouped_experts``, and the sum of a token's rows in the order of
+    k, bit for bit. The arguments are those of ``GroupedExperts.forward_tokens``, whose shapes have been checked, and
+    what ``choose_backend`` has found that the back-end can run.
 
     Raises:
-        ValueError: dtypes or devices do not fit.
+        ValueError: dtypes or devices do not fit; what is deferred as in ``grouped_experts``.
     """
-    problems = _tensor_problems(x_TD, {"weights": weights_TK, "gate_up": gate_up, "down": down})
+    biases = {"up_bias": up_bias, "down_bias": down_bias}
+    given = {name: bias for name, bias in biases.items() if bias is not None}
+    up_name = "gate_up" if activation.is_gated else "up"
+    problems = _tensor_problems(x_TD, {"weights": weights_TK, up_name: up, "down": down, **given})
     if problems:
         raise ValueError("\n".join(problems))
+    deferral = deferral_of(defer_weight_gradients, up=up, down=down, **biases)
     if backend == "quack":
-        return quack_native.swiglu_of_tokens(x_TD, ids_TK, weights_TK, into_main_grad(gate_up), into_main_grad(down))
+        if deferral is None:
+            up, down = into_main_grad(up), into_main_grad(down)
+        return quack_native.swiglu_of_tokens(x_TD, ids_TK, weights_TK, up, down, deferral=deferral)
     assert backend == "triton"
-    (gate_up, gate_up_grad), (down, down_grad) = split_main_grad(gate_up), split_main_grad(down)
-    return triton_native.swiglu_of_tokens(
-        x_TD, ids_TK, weights_TK, gate_up, down, main_grads=(gate_up_grad, down_grad), table=table
+    return triton_native.experts_of_tokens(
+        x_TD,
+        ids_TK,
+        weights_TK,
+        **_split(up, down, up_bias, down_bias, deferral),
+        activation=activation,
+        table=table,
     )
+
+
+def _split(
+    up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None, deferral: Deferral | None
+) -> dict[str, Any]:
+    """Return the arguments of the Triton back-end: weights, what its kernels add gradients to, and the deferral."""
+    weights = {"up": up, "down": down, "up_bias": up_bias, "down_bias": down_bias}
+    if deferral is not None:
+        return {**weights, "deferral": deferral}
+    pairs = {name: (None, None) if one is None else split_main_grad(one) for name, one in weights.items()}
+    return {
+        **{name: weight for name, (weight, _) in pairs.items()},
+        "main_grads": tuple(main_grad for _, main_grad in pairs.values()),
+    }
 
 
 def _argument_problems(

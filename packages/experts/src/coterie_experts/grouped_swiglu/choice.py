@@ -51,12 +51,12 @@ def choose_backend(
 
     def obstacle_of(name: str) -> str | None:
         sizes = {"d_model": d_model, "d_hidden": d_hidden}
-        if name == "torch":
-            return torch_native.obstacle(**sizes, dtype=dtype, device=device)
         if name == "te":
             return te_native.obstacle(**sizes, dtype=dtype, device=device, bias=bias)
-        obstacle = quack_native.obstacle if name == "quack" else triton_native.obstacle
-        return obstacle(**sizes, dtype=dtype, device=device, activation=activation, bias=bias)
+        if name == "quack":
+            return quack_native.obstacle(**sizes, dtype=dtype, device=device, activation=activation, bias=bias)
+        obstacle = torch_native.obstacle if name == "torch" else triton_native.obstacle
+        return obstacle(**sizes, dtype=dtype, device=device)
 
     if backend == "reference":
         return BackendChoice(name="reference", reason="'reference' was asked for by name")
@@ -98,7 +98,7 @@ def _in_order(
     if measured is None:
         why = f"nothing was measured for {what}; python -m coterie_experts.tune records it"
         return ("triton", "torch", "reference"), why
-    return (*measured, "reference"), f"measured for {what}, fastest first: {', '.join(measured)}"
+    return (*measured, "reference"), f"measured with swiglu for {what}, fastest first: {', '.join(measured)}"
 
 
 @functools.cache

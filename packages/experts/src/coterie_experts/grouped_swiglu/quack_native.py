@@ -9,12 +9,15 @@ packages are imported when a kernel is first asked for, and quack compiles each 
 # mypy: disable-error-code="import-not-found"
 
 import importlib.util
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from coterie_experts.deferred import Deferral, Gradients
 from coterie_experts.grouped_swiglu.alignment import width_obstacle
 from coterie_experts.once import refuse_second_derivative
 from coterie_experts.token_rows import order_by_expert
@@ -50,19 +53,43 @@ def obstacle(
     return width_obstacle(d_model=d_model, d_hidden=d_hidden, dtype=dtype)
 
 
-def grouped_swiglu(rows_RD: Tensor, row_weights_R: Tensor, offsets_e: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def grouped_swiglu(
+    rows_RD: Tensor,
+    row_weights_R: Tensor,
+    offsets_e: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    deferral: Deferral | None = None,
+) -> Tensor:
     """Run rows in expert order; see ``coterie_experts.grouped_swiglu`` for the contract. Can be differentiated once."""
     source_R = torch.arange(rows_RD.shape[0], dtype=torch.int32, device=rows_RD.device)
-    y_RD: Tensor = _QuackSwiGLU.apply(rows_RD, row_weights_R, gate_up, down, offsets_e, source_R, None, None)
+    y_RD: Tensor = _QuackSwiGLU.apply(rows_RD, row_weights_R, gate_up, down, offsets_e, source_R, None, None, deferral)
     return y_RD
 
 
-def swiglu_of_tokens(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def swiglu_of_tokens(
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    deferral: Deferral | None = None,
+) -> Tensor:
     """Send tokens through the experts they chose and sum; equals rows in expert order and a sum by k, bit for bit."""
     order = order_by_expert(ids_TK, down.shape[0])
     source_R = (order.slot_of_row_N // ids_TK.shape[1]).to(torch.int32)
     y_TD: Tensor = _QuackSwiGLU.apply(
-        x_TD, weights_TK, gate_up, down, order.offsets_e, source_R, order.slot_of_row_N, order.row_of_slot_TK.int()
+        x_TD,
+        weights_TK,
+        gate_up,
+        down,
+        order.offsets_e,
+        source_R,
+        order.slot_of_row_N,
+        order.row_of_slot_TK.int(),
+        deferral,
     )
     return y_TD
 
@@ -81,6 +108,7 @@ class _QuackSwiGLU(torch.autograd.Function):
         source_R: Tensor,
         slot_of_row_N: Tensor | None,
         row_of_slot_TK: Tensor | None,
+        deferral: Deferral | None,
     ) -> Tensor:
         from quack.gemm_interface import gemm, gemm_gated
 
@@ -113,7 +141,7 @@ class _QuackSwiGLU(torch.autograd.Function):
         ctx.save_for_backward(
             x_SD, weights_R, gate_up, down, starts_e1, source_R, slot_of_row_N, row_of_slot_TK, pre_R2H
         )
-        ctx.weights_shape = weights.shape
+        ctx.weights_shape, ctx.deferral = weights.shape, deferral
         return _to_places(y_RD, starts_e1, row_of_slot_TK, x_SD.shape[0])
 
     @staticmethod
@@ -123,8 +151,9 @@ class _QuackSwiGLU(torch.autograd.Function):
         refuse_second_derivative(grad_y_SD, *saved)
         x_SD, weights_R, gate_up, down, starts_e1, source_R, slot_of_row_N, row_of_slot_TK, pre_R2H = saved
         if source_R.shape[0] == 0:
-            zeros = [torch.zeros_like(one) for one in (x_SD, weights_R, gate_up, down)]
-            return zeros[0], zeros[1].view(ctx.weights_shape), zeros[2], zeros[3], None, None, None, None
+            grads = _or_deferred(ctx.deferral, lambda: [torch.zeros_like(gate_up), torch.zeros_like(down)], ())
+            zeros = torch.zeros_like(weights_R).view(ctx.weights_shape)
+            return torch.zeros_like(x_SD), zeros, *grads, None, None, None, None, None
         from quack.gemm_interface import gemm, gemm_dgated
 
         grad_y_SD = grad_y_SD.contiguous()
@@ -152,26 +181,53 @@ class _QuackSwiGLU(torch.autograd.Function):
         grad_x_SD = _to_places(grad_rows_RD, starts_e1, row_of_slot_TK, x_SD.shape[0])
         # Released before the next large tensor is asked for.
         del grad_rows_RD
-        is_idle_e = starts_e1[1:] == starts_e1[:-1]
-        grads = []
-        for gathered_SD, rows_RN, like, concat_layout in (
-            (grad_y_SD, activation_RH, down, None),
-            (x_SD, grad_pre_R2H, gate_up, ("out",)),
-        ):
-            grad = torch.empty_like(like)
-            gemm(
-                F.pad(gathered_SD, (0, 0, 0, 1)).T,
-                rows_RN,
-                out=grad if concat_layout is None else grad.mT,
-                cu_seqlens_k=starts_e1,
-                A_idx=counted_R,
-                tuned=False,
-                concat_layout=concat_layout,
-            )
-            _clear_rows(grad.flatten(1), is_idle_e)
-            grads.append(grad)
-        grad_down, grad_gate_up = grads
-        return grad_x_SD, grad_weights, grad_gate_up, grad_down, None, None, None, None
+        compute = partial(
+            _weight_gradients, (grad_y_SD, activation_RH), (x_SD, grad_pre_R2H), counted_R, starts_e1, (gate_up, down)
+        )
+        grads = _or_deferred(ctx.deferral, compute, (x_SD, grad_y_SD))
+        return grad_x_SD, grad_weights, *grads, None, None, None, None, None
+
+
+def _or_deferred(
+    deferral: Deferral | None, compute: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
+    """Return the gradients of gate_up and down, or None for both and hand ``compute`` over."""
+    if deferral is None:
+        return compute()
+
+    def of_all() -> Gradients:
+        return (*compute(), None, None)
+
+    deferral.hand_over(of_all, inputs)
+    return None, None
+
+
+def _weight_gradients(
+    of_down: tuple[Tensor, Tensor],
+    of_gate_up: tuple[Tensor, Tensor],
+    counted_R: Tensor,
+    starts_e1: Tensor,
+    like: tuple[Tensor, Tensor],
+) -> list[Tensor]:
+    """Return the gradients of gate_up and down."""
+    from quack.gemm_interface import gemm
+
+    is_idle_e = starts_e1[1:] == starts_e1[:-1]
+    grads = []
+    for (gathered_SD, rows_RN), one, concat_layout in zip((of_gate_up, of_down), like, (("out",), None), strict=True):
+        grad = torch.empty_like(one)
+        gemm(
+            F.pad(gathered_SD, (0, 0, 0, 1)).T,
+            rows_RN,
+            out=grad if concat_layout is None else grad.mT,
+            cu_seqlens_k=starts_e1,
+            A_idx=counted_R,
+            tuned=False,
+            concat_layout=concat_layout,
+        )
+        _clear_rows(grad.flatten(1), is_idle_e)
+        grads.append(grad)
+    return grads
 
 
 def _row_weight_gradient(dots_R: Tensor, is_zero_R: Tensor, starts_e1: Tensor, slot_of_row_N: Tensor | None) -> Tensor:

@@ -5,6 +5,8 @@ operand a multiple of 16 bytes; no expanded strides (a gradient of ``sum()`` has
 an empty group that is zero; rows past the last offset are not read, and their output is memory that nobody wrote.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coterie_experts.activation import Activation
+from coterie_experts.deferred import Deferral, Gradients
 from coterie_experts.grouped_swiglu.alignment import width_obstacle
 from coterie_experts.once import refuse_second_derivative
 
@@ -42,13 +45,16 @@ def grouped_experts(
     activation: Activation,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
+    deferral: Deferral | None = None,
 ) -> Tensor:
     """Run all experts in grouped products; see ``coterie_experts.grouped_experts`` for the contract.
 
     Keeps the rows, the product with ``up`` and the row weights for the backward pass, which computes the activation
     again. Can be differentiated once.
     """
-    y_RD: Tensor = _GroupedExperts.apply(rows_RD, row_weights_R, offsets_e, up, down, up_bias, down_bias, activation)
+    y_RD: Tensor = _GroupedExperts.apply(
+        rows_RD, row_weights_R, offsets_e, up, down, up_bias, down_bias, activation, deferral
+    )
     return y_RD
 
 
@@ -64,6 +70,7 @@ class _GroupedExperts(torch.autograd.Function):
         up_bias: Tensor | None,
         down_bias: Tensor | None,
         activation: Activation,
+        deferral: Deferral | None,
     ) -> Tensor:
         rows_RD = _row_major(rows_RD)
         product_RP = F.grouped_mm(rows_RD, up.mT, offs=offsets_e)
@@ -75,7 +82,7 @@ class _GroupedExperts(torch.autograd.Function):
             y_RD = _add_bias(_in_float32(y_RD), down_bias, offsets_e, weights_R).to(y_RD.dtype)
         _clear_rows(y_RD, _rows_past_the_end(rows_RD, offsets_e))
         ctx.save_for_backward(rows_RD, weights_R, offsets_e, up, down, up_bias, down_bias, product_RP)
-        ctx.activation = activation
+        ctx.activation, ctx.deferral = activation, deferral
         return y_RD
 
     @staticmethod
@@ -84,7 +91,8 @@ class _GroupedExperts(torch.autograd.Function):
         saved = ctx.saved_tensors
         refuse_second_derivative(grad_y_RD, *saved)
         rows_RD, weights_R, offsets_e, up, down, up_bias, down_bias, product_RP = saved
-        needs_rows, needs_weights, _, needs_up, needs_down, needs_up_bias, needs_down_bias, _ = ctx.needs_input_grad
+        needs_rows, needs_weights, _, *needs = ctx.needs_input_grad[:7]
+        needs_up, needs_down, needs_up_bias, _ = needs
         zero_weight_R = _zero_weight_rows(weights_R)
         past_end_R = _rows_past_the_end(rows_RD, offsets_e)
         grad_y_RD = _row_major(grad_y_RD)
@@ -93,7 +101,7 @@ class _GroupedExperts(torch.autograd.Function):
         activation_RH, kept_RH = ctx.activation.forward_and_kept(pre_RP)
         grad_weighted_RH = _in_float32(F.grouped_mm(grad_y_RD, down, offs=offsets_e))
 
-        grad_weights_R = grad_rows_RD = grad_up = grad_down = grad_up_bias = grad_down_bias = None
+        grad_weights_R = grad_rows_RD = weighted_RH = grad_pre_RP = None
         if needs_weights:
             grad_weights_R = torch.linalg.vecdot(grad_weighted_RH, activation_RH)
             if down_bias is not None:
@@ -102,14 +110,10 @@ class _GroupedExperts(torch.autograd.Function):
             _clear_rows(grad_weights_R, past_end_R)
             if zero_weight_R is not None:
                 grad_weights_R.masked_fill_(zero_weight_R & ~grad_weights_R.isfinite(), 0)
-        if needs_down or needs_down_bias:
-            counted_RD = _without_rows(grad_y_RD, zero_weight_R)
-            if needs_down:
-                weighted_RH = activation_RH.mul_(weights_R[:, None])
-                _clear_rows(weighted_RH, zero_weight_R)
-                grad_down = _weight_gradient(counted_RD, weighted_RH.to(rows_RD.dtype), offsets_e)
-            if needs_down_bias:
-                grad_down_bias = _bias_gradient(counted_RD, offsets_e, weights_R)
+        if needs_down:
+            weighted_RH = activation_RH.mul_(weights_R[:, None])
+            _clear_rows(weighted_RH, zero_weight_R)
+            weighted_RH = weighted_RH.to(rows_RD.dtype)
         if needs_rows or needs_up or needs_up_bias:
             grad_activation_RH = grad_weighted_RH.mul_(weights_R[:, None])
             grad_pre_RP = ctx.activation.backward(grad_activation_RH, pre_RP, kept_RH)
@@ -118,11 +122,42 @@ class _GroupedExperts(torch.autograd.Function):
             if needs_rows:
                 grad_rows_RD = F.grouped_mm(grad_pre_RP, up, offs=offsets_e)
                 _clear_rows(grad_rows_RD, past_end_R)
-            if needs_up:
-                grad_up = _weight_gradient(grad_pre_RP, _without_rows(rows_RD, zero_weight_R), offsets_e)
-            if needs_up_bias:
-                grad_up_bias = _bias_gradient(grad_pre_RP, offsets_e, None)
-        return grad_rows_RD, grad_weights_R, None, grad_up, grad_down, grad_up_bias, grad_down_bias, None
+        compute = partial(
+            _weight_gradients, needs, rows_RD, weights_R, offsets_e, zero_weight_R, grad_y_RD, weighted_RH, grad_pre_RP
+        )
+        if ctx.deferral is None:
+            grads = compute()
+        else:
+            ctx.deferral.hand_over(compute, (rows_RD, weights_R, offsets_e, grad_y_RD))
+            grads = (None,) * 4
+        return grad_rows_RD, grad_weights_R, None, *grads, None, None
+
+
+def _weight_gradients(
+    needs: Sequence[bool],
+    rows_RD: Tensor,
+    weights_R: Tensor,
+    offsets_e: Tensor,
+    zero_weight_R: Tensor | None,
+    grad_y_RD: Tensor,
+    weighted_RH: Tensor | None,
+    grad_pre_RP: Tensor | None,
+) -> Gradients:
+    """Return those of up, down, up_bias and down_bias that are needed."""
+    needs_up, needs_down, needs_up_bias, needs_down_bias = needs
+    grad_up = grad_down = grad_up_bias = grad_down_bias = None
+    if needs_down or needs_down_bias:
+        counted_RD = _without_rows(grad_y_RD, zero_weight_R)
+        if weighted_RH is not None:
+            grad_down = _weight_gradient(counted_RD, weighted_RH, offsets_e)
+        if needs_down_bias:
+            grad_down_bias = _bias_gradient(counted_RD, offsets_e, weights_R)
+    if grad_pre_RP is not None:
+        if needs_up:
+            grad_up = _weight_gradient(grad_pre_RP, _without_rows(rows_RD, zero_weight_R), offsets_e)
+        if needs_up_bias:
+            grad_up_bias = _bias_gradient(grad_pre_RP, offsets_e, None)
+    return grad_up, grad_down, grad_up_bias, grad_down_bias
 
 
 def _by_row(bias_eN: Tensor, offsets_e: Tensor, num_rows: int) -> Tensor:

@@ -45,10 +45,11 @@ def grad_of_hidden(
 ):
     """Multiply gathered rows of the output's gradient with down (e, D, H) and go back through the activation.
 
-    The pre-activation is what ``up_with_activation`` stored plus its bias, which may be None. Stores the gradient of the pre-activation (it may overwrite the pre-activation: an element is read before it is
-    written and by nobody else), the weighted activation for the weight gradient, and for each row and column tile the
-    dot product of activation and gradient, (P, column tiles), whose sum is the gradient of the row's weight. A tile
-    ends in ``PARTS`` (a power of two) parts of its columns, so that the registers hold one part at a time.
+    The pre-activation is what ``up_with_activation`` stored plus its bias, which may be None. Stores the gradient of
+    the pre-activation (it may overwrite what was stored: an element is read before it is written and by nobody else),
+    the weighted activation for the weight gradient, and for each row and column tile the dot product of activation and
+    gradient, (P, column tiles), whose sum is the gradient of the row's weight. A tile ends in ``PARTS`` (a power of
+    two) parts of its columns, so that the registers hold one part at a time.
     """
     num_row_tiles = tl.load(num_tiles_ptr)
     num_column_tiles = tl.cdiv(d_hidden, COLUMNS)
@@ -77,18 +78,12 @@ def grad_of_hidden(
         unit: tl.constexpr = 128 // pre_ptr.dtype.element_ty.primitive_bitwidth
         width = d_hidden // unit * unit
         # 64 bits for the place of the tile, 32 for places within it.
-        if ACTIVATION == "relu_squared":
-            pre_width = width
-        else:
-            pre_width = 2 * width
+        pre_width = width if ACTIVATION == "relu_squared" else 2 * width
         pre_place = tl.cast(row_tile * ROWS, tl.int64) * pre_width + hidden
         place = tl.cast(row_tile * ROWS, tl.int64) * width + hidden
         pointers = (pre_ptr + pre_place, grad_pre_ptr + pre_place, activation_ptr + place)
         num_left = width - hidden
-        if bias_ptr is None:
-            bias_row_ptr = None
-        else:
-            bias_row_ptr = bias_ptr + this_expert.to(tl.int64) * pre_width + hidden
+        bias_row_ptr = None if bias_ptr is None else bias_ptr + this_expert.to(tl.int64) * pre_width + hidden
         # Most tiles have no row of weight zero and need no selection.
         if tl.load(has_zero_ptr + row_tile):
             dots = _back_through_activation(

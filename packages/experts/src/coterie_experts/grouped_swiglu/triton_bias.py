@@ -69,9 +69,9 @@ def sums_of_experts(
     COLUMNS: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """Add the sums (row tiles, width) of the row tiles of each expert and store them, or add them to ``out`` (e, width).
+    """Store the sums of the row tiles of each expert (e, width), or add them to what ``out`` holds.
 
-    ``TILES`` row tiles are added at a time. An expert without rows has zeros.
+    ``sums`` is (row tiles, width); ``TILES`` row tiles are added at a time. An expert without rows has zeros.
     """
     place = tl.program_id(0)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -184,7 +184,7 @@ def _multiply(
         None if bias is None else bias[:, first:],
         None if bias is None else bias.stride(0),
         layout.source_P,
-        layout.weight_P,
+        None if bias is None else layout.weight_P,
         layout.expert_M,
         layout.num_tiles_1,
         rows_PK.shape[1],
@@ -309,9 +309,7 @@ def row_weight_gradients(
     return grad_N
 
 
-def bias_sums_and_dots(
-    grad_y_SD: Tensor, bias: Tensor, layout: PaddedLayout, block: int
-) -> tuple[Tensor, Tensor]:
+def bias_sums_and_dots(grad_y_SD: Tensor, bias: Tensor, layout: PaddedLayout, block: int) -> tuple[Tensor, Tensor]:
     """Return, for the bias of ``down`` (e, D), its gradient by row tile (M, D) and what it adds to the row weights'.
 
     The latter are the dot products of the output's gradient and the bias, (P, column tiles), to be added up by row.
@@ -324,9 +322,7 @@ def column_sums(rows_PU: Tensor, layout: PaddedLayout, block: int) -> Tensor:
     return _sums_of_tiles(rows_PU, layout, block, None)[0]
 
 
-def _sums_of_tiles(
-    rows: Tensor, layout: PaddedLayout, block: int, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _sums_of_tiles(rows: Tensor, layout: PaddedLayout, block: int, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     width, num_tiles = rows.shape[1], layout.expert_M.shape[0]
     # Under the interpreter several, with a remainder.
     columns = 128 if rows.device.type != "cpu" else 16

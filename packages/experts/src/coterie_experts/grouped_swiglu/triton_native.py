@@ -7,8 +7,9 @@ when a kernel is first asked for.
 """
 
 import importlib.util
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,10 @@ from coterie_experts.main_grad import kernel_main_grad
 from coterie_experts.once import graph_is_kept, refuse_second_derivative
 from coterie_experts.tables import TileTable
 from coterie_experts.token_rows import sort_slots
+
+if TYPE_CHECKING:
+    from coterie_experts.grouped_swiglu.triton_layout import PaddedLayout
+    from coterie_experts.grouped_swiglu.triton_tiles import TileSet
 
 __all__ = ["experts_of_tokens", "grouped_experts", "obstacle"]
 
@@ -191,15 +196,29 @@ class _TritonExperts(torch.autograd.Function):
         if down_bias is not None and (needs_weights or needs[3]):
             bias_sums_MD, bias_dots_P = launch.bias_sums_and_dots(grad_y_SD, down_bias, layout, tiles.block_rows)
         if needs_weights:
-            grad_weights = launch.row_weight_gradients(
-                dots_P, layout, tiles.block_rows, bias_dots_P=bias_dots_P
-            ).view(ctx.weights_shape)
-        hidden = _Hidden(needs, tiles, grad_y_SD, activation_PH, x_SD, grad_pre_PU, bias_sums_MD, layout)
+            grad_weights = launch.row_weight_gradients(dots_P, layout, tiles.block_rows, bias_dots_P=bias_dots_P).view(
+                ctx.weights_shape
+            )
+        grad_up = grad_down = grad_up_bias = grad_down_bias = None
+        if deferral is not None:
+            deferral.hand_over(
+                partial(
+                    _deferred_gradients,
+                    (grad_y_SD, activation_PH, bias_sums_MD),
+                    (x_SD, grad_pre_PU),
+                    layout,
+                    tiles,
+                    needs,
+                    deferral.parameters,
+                ),
+                (x_SD, grad_y_SD),
+            )
+        else:
+            grad_down, grad_down_bias = _gradients_of_down(
+                grad_y_SD, activation_PH, bias_sums_MD, layout, tiles, needs[1::2], ctx.main_grads[1::2]
+            )
         # Released before the next large tensor is asked for.
         del activation_PH
-        grads: Gradients = (None,) * 4
-        if deferral is None:
-            grads = _weight_gradients_of_down(hidden, ctx.main_grads)
         if needs_x and ctx.in_tokens:
             grad_x_SD = launch.rows_to_tokens(
                 grad_pre_PU,
@@ -211,7 +230,70 @@ class _TritonExperts(torch.autograd.Function):
             )
         elif needs_x:
             grad_x_SD = launch.rows_to_rows(grad_pre_PU, up, layout, tiles.grad_rows, offsets_e, transposed=False)
-        return grad_x_SD, grad_weights, *grads, None, None, None, None, None, None
+        if deferral is None:
+            grad_up, grad_up_bias = _gradients_of_up(x_SD, grad_pre_PU, layout, tiles, needs[::2], ctx.main_grads[::2])
+        return (grad_x_SD, grad_weights, grad_up, grad_down, grad_up_bias, grad_down_bias, *[None] * 6)
+
+
+def _gradients_of_down(
+    grad_y_SD: Tensor,
+    activation_PH: Tensor,
+    bias_sums_MD: Tensor | None,
+    layout: "PaddedLayout",
+    tiles: "TileSet",
+    needs: Sequence[bool],
+    main_grads: Sequence[Tensor | None],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of down and its bias, None for what is not needed or was added to its ``main_grad``."""
+    from coterie_experts.grouped_swiglu import triton_launch as launch
+
+    weight = bias = None
+    if needs[0]:
+        weight = launch.weight_gradient(
+            grad_y_SD, activation_PH, layout, tiles.grad_down, transposed=False, main_grad=main_grads[0]
+        )
+    if needs[1]:
+        assert bias_sums_MD is not None
+        bias = launch.bias_gradient(
+            bias_sums_MD, layout, tiles.block_rows, dtype=grad_y_SD.dtype, main_grad=main_grads[1]
+        )
+    return weight, bias
+
+
+def _gradients_of_up(
+    x_SD: Tensor,
+    grad_pre_PU: Tensor,
+    layout: "PaddedLayout",
+    tiles: "TileSet",
+    needs: Sequence[bool],
+    main_grads: Sequence[Tensor | None],
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of up and its bias, likewise."""
+    from coterie_experts.grouped_swiglu import triton_launch as launch
+
+    weight = bias = None
+    if needs[0]:
+        weight = launch.weight_gradient(
+            x_SD, grad_pre_PU, layout, tiles.grad_gate_up, transposed=True, main_grad=main_grads[0]
+        )
+    if needs[1]:
+        sums_MU = launch.column_sums(grad_pre_PU, layout, tiles.block_rows)
+        bias = launch.bias_gradient(sums_MU, layout, tiles.block_rows, dtype=x_SD.dtype, main_grad=main_grads[1])
+    return weight, bias
+
+
+def _deferred_gradients(
+    of_down: tuple[Tensor, Tensor, Tensor | None],
+    of_up: tuple[Tensor, Tensor],
+    layout: "PaddedLayout",
+    tiles: "TileSet",
+    needs: Sequence[bool],
+    parameters: Sequence[Tensor | None],
+) -> Gradients:
+    main_grads = [None if one is None else kernel_main_grad(one) for one in parameters]
+    down, down_bias = _gradients_of_down(*of_down, layout, tiles, needs[1::2], main_grads[1::2])
+    up, up_bias = _gradients_of_up(*of_up, layout, tiles, needs[::2], main_grads[::2])
+    return up, down, up_bias, down_bias
 
 
 def _row_major(tensor: Tensor) -> Tensor:

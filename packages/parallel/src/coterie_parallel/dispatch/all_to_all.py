@@ -54,6 +54,8 @@ class _ExchangeRoute:
 class AllToAllDispatcher(Dispatcher):
     """Exchanges exactly the rows that are routed; the host reads the counts once a dispatch."""
 
+    reuses_buffers = False
+
     @classmethod
     def supports(cls, *, num_experts: int, expert_degree: int, alignment: int) -> str | None:
         """Accept every size."""

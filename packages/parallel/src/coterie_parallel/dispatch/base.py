@@ -58,6 +58,9 @@ class Dispatcher(ABC):
     reads_host_on_gpu = True
     """Whether the host reads tensors on a GPU as on a CPU; False where it does so on a CPU only, as that is free."""
 
+    reuses_buffers = True
+    """Whether rows or their gradients may lie in memory that a later exchange writes over."""
+
     def __init__(
         self, *, num_experts: int, axis: Axis, alignment: int = 1, options: DispatchOptions | None = None
     ) -> None:

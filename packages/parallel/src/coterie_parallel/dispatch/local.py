@@ -45,6 +45,8 @@ class _LocalRoute:
 class LocalDispatcher(Dispatcher):
     """Reorders the rows of one rank by expert."""
 
+    reuses_buffers = False
+
     @classmethod
     def supports(cls, *, num_experts: int, expert_degree: int, alignment: int) -> str | None:
         """Refuse an expert axis of more than one rank."""

@@ -11,6 +11,8 @@ from coterie_parallel.mesh import Mesh
 
 __all__ = ["clip_gradients_", "count_elements", "global_gradient_norm", "global_sums"]
 
+_PART_NUMEL = 2**18
+
 
 def global_gradient_norm(gradients: Iterable[Tensor], mesh: Mesh, *, order: float = 2.0) -> Tensor:
     """Return the norm over all elements of the model, the same fp64 scalar on all ranks.
@@ -24,12 +26,23 @@ def global_gradient_norm(gradients: Iterable[Tensor], mesh: Mesh, *, order: floa
     """
     if order not in (2.0, math.inf):
         raise ValueError(f"order ({order}) must be 2.0 or math.inf")
-    norms = [torch.linalg.vector_norm(grad, order, dtype=torch.float64) for grad in gradients if grad.numel()]
+    norms = [
+        torch.linalg.vector_norm(part, order, dtype=torch.float64)
+        for grad in gradients
+        for part in _parts(grad)
+    ]
     # fp64, as the squares of fp32 numbers do not all fit into fp32.
     own = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=mesh.device)
     if order == 2.0:
         return global_sums([own.square().sum()], mesh)[0].sqrt()
     return torch.stack(all_gather(own.amax(), mesh.axis("world"))).amax()
+
+
+def _parts(grad: Tensor) -> Sequence[Tensor]:
+    if grad.numel() == 0:
+        return []
+    # On a CPU torch copies what it is given to fp64 first; the copy of a part stays in the cache.
+    return [grad] if grad.is_cuda else grad.flatten().split(_PART_NUMEL)
 
 
 def global_sums(values: Sequence[Tensor], mesh: Mesh) -> Tensor:

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
 
+import torch
+
 from coterie_parallel.gradients import ReductionConfig
 
 __all__ = ["AdamWConfig", "MuonConfig", "OutlierConfig"]
@@ -29,7 +31,8 @@ class MuonConfig:
         scale: of the update of a matrix of R rows and C columns. "match_rms": 0.2 sqrt(max(R, C)), with which rates and
             decay of AdamW fit (Liu and others, "Muon is Scalable for LLM Training", arXiv:2502.16982); "spectral":
             sqrt(max(1, R / C)), as in https://github.com/KellerJordan/Muon.
-        dtype: of the iteration, and of what ranks exchange for it.
+        dtype: of the iteration, and of what ranks exchange for it. "auto" takes bf16 for bf16 parameters and fp32 for all
+            others: an update in bf16 is good to 1 %, and another last bit of a gradient gives another one.
     """
 
     exclude: tuple[str, ...] = ("embed*", "head*", "lm_head*", "*router*")
@@ -38,7 +41,7 @@ class MuonConfig:
     nesterov: bool = True
     num_iterations: int = 5
     scale: Literal["match_rms", "spectral"] = "match_rms"
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
 
     def problems(self) -> list[str]:
         """Return every fault of these settings."""
@@ -51,9 +54,15 @@ class MuonConfig:
             found.append(f"muon num_iterations ({self.num_iterations}) must be from 1 to 99, for example 5")
         if self.scale not in ("match_rms", "spectral"):
             found.append(f"muon scale ({self.scale!r}) must be match_rms or spectral")
-        if self.dtype not in ("bfloat16", "float32"):
-            found.append(f"muon dtype ({self.dtype!r}) must be bfloat16 or float32")
+        if self.dtype not in ("auto", "bfloat16", "float32"):
+            found.append(f"muon dtype ({self.dtype!r}) must be auto, bfloat16 or float32")
         return found
+
+    def iteration_dtype(self, parameter_dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the iteration for parameters of a dtype."""
+        if self.dtype == "auto":
+            return torch.bfloat16 if parameter_dtype == torch.bfloat16 else torch.float32
+        return torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
 
     def scale_of(self, num_rows: int, num_columns: int) -> float:
         """Return the factor of the update of a matrix."""

@@ -84,7 +84,12 @@ def optimizer_memory(
         transients.append(received * send_bytes + rounded + own)
         transients.append((layout.numel + layout.shard_numel) * layout.dtype.itemsize)
     is_sharded = {slot.name: reduction.sharded and layout.num_shards > 1 for layout in layouts for slot in layout.slots}
-    muon_axes = {layout.axis for layout in shared if layout.kind == "muon"}
+    muon = config.muon
+    muon_exchanges = {
+        (layout.axis, muon.iteration_dtype(layout.dtype))
+        for layout in shared
+        if muon is not None and layout.kind == "muon"
+    }
     counters = 2 * 8 + (0 if config.outliers is None else 2 * 8 * config.outliers.window + 8)
     world_messages = (1 if config.outliers is None else 2) if plan.world > 1 else 0
     return OptimizerMemory(
@@ -99,5 +104,5 @@ def optimizer_memory(
         transient=max(transients),
         gradient_bytes_sent=sum((layout.numel - layout.shard_numel) * send_bytes for layout in shared),
         weight_bytes_sent=sum((layout.numel - layout.shard_numel) * layout.dtype.itemsize for layout in shared),
-        num_messages=2 * len(shared) + 2 * len(muon_axes) + world_messages,
+        num_messages=2 * len(shared) + 2 * len(muon_exchanges) + world_messages,
     )

@@ -69,11 +69,12 @@ class Optimizer:
             ShardState(bucket, MOMENTS[str(bucket.layout.kind)], moments_dtype) for bucket in self.reducer.buckets
         ]
         self._muon: list[tuple[MatrixExchange, list[ShardState]]] = []
-        by_axis: dict[str | None, list[ShardState]] = {}
+        together: dict[tuple[str | None, torch.dtype], list[ShardState]] = {}
         for state in self._states:
-            if state.bucket.layout.kind == "muon":
-                by_axis.setdefault(state.bucket.layout.axis, []).append(state)
-        for states in by_axis.values():
+            layout = state.bucket.layout
+            if config.muon is not None and layout.kind == "muon":
+                together.setdefault((layout.axis, config.muon.iteration_dtype(layout.dtype)), []).append(state)
+        for states in together.values():
             layouts = [state.bucket.layout for state in states]
             self._muon.append((MatrixExchange(layouts, shapes, states[0].bucket.axis), states))
         self._step = torch.zeros((), dtype=torch.int64, device=mesh.device)
@@ -103,22 +104,23 @@ class Optimizer:
             raise ValueError("a step that may be skipped as an outlier needs its loss; pass loss=")
         rate = self.config.learning_rate if learning_rate is None else learning_rate
         self.wait_for_weights()
-        # Padding counts for nothing in the norm; it is not clipped, as a norm of NaN would leave NaN there.
-        pieces = [piece for piece in self.reducer.reduce().values() if piece.numel()]
+        self.reducer.reduce()
         norm = global_gradient_norm([state.bucket.shard for state in self._states], self._mesh)
         is_skipped = ~norm.isfinite()
         if self._guard is not None and loss is not None:
             is_skipped = is_skipped | self._guard.judge(global_sums([loss.detach().double()], self._mesh)[0], norm)
-        if self.config.gradient_clip is not None:
-            clip_gradients_(pieces, norm, self.config.gradient_clip)
         self._step += ~is_skipped
         self.num_skipped += is_skipped
+        if self._muon and self.config.gradient_clip is not None:
+            # Padding is not clipped, as a norm of NaN would leave NaN there.
+            pieces = [piece for _, states in self._muon for state in states for piece in state.bucket.pieces.values()]
+            clip_gradients_([piece for piece in pieces if piece.numel()], norm, self.config.gradient_clip)
         for exchange, states in self._muon:
             self._update_muon(exchange, states, rate, is_skipped)
         # The first layers last in the order of the gradients are the first ones that the next forward needs.
         for index in reversed(range(len(self._states))):
             if self._states[index].bucket.layout.kind == "adamw":
-                self._update_adamw(self._states[index], rate, is_skipped.float())
+                self._update_adamw(self._states[index], rate, norm, is_skipped.float())
             self._publish(index)
         self._wait(self._arriving.keys() - self._deferred)
         return norm
@@ -219,7 +221,10 @@ class Optimizer:
             if ticket is not None:
                 ticket.wait()
 
-    def _update_adamw(self, state: ShardState, rate: float, is_skipped: Tensor) -> None:
+    def _update_adamw(self, state: ShardState, rate: float, norm: Tensor, is_skipped: Tensor) -> None:
+        # The kernel clips by the way, which saves a pass over the gradients: it divides them and writes them back.
+        clip = self.config.gradient_clip
+        divisor = None if clip is None else (norm / clip).clamp(min=1.0).float()
         moments = [list(state.moments[moment].values()) for moment in MOMENTS["adamw"]]
         exact = [[piece.float() for piece in pieces] for pieces in moments]  # the same tensors if they are fp32
         by_setting: dict[tuple[float, float], list[int]] = {}
@@ -244,7 +249,7 @@ class Optimizer:
                 eps=self.config.eps,
                 amsgrad=False,
                 maximize=False,
-                grad_scale=None,
+                grad_scale=divisor,
                 found_inf=is_skipped,
             )
         if self.config.moments_dtype != "float32":
@@ -259,7 +264,7 @@ class Optimizer:
             kept, gradient = state.flat_moments["momentum"], state.bucket.shard
             momentum = torch.lerp(kept.float(), gradient, 1 - config.momentum)
             update = torch.lerp(gradient, momentum, config.momentum) if config.nesterov else momentum
-            updates.append(update.to(getattr(torch, config.dtype)))
+            updates.append(update.to(config.iteration_dtype(state.bucket.layout.dtype)))
             kept.copy_(torch.where(is_skipped, kept, momentum))
         result = exchange.orthogonalized(torch.cat(updates), num_iterations=config.num_iterations)
         lengths = [state.bucket.layout.shard_numel for state in states]

@@ -65,7 +65,7 @@ class Pipeline:
         self._backwards_left = 0
         self._num_backwards = num_micro_batches * len(local)
         self._around_last: Callable[[], AbstractContextManager[None]] = nullcontext
-        ours = [
+        self._torch_stages = [
             WatchedStage(
                 modules[stage.index],
                 stage.index,
@@ -78,11 +78,14 @@ class Pipeline:
             )
             for stage in local
         ]
-        for one in ours:
+        for one in self._torch_stages:
             one.around_backward = self._around_backward
         make = getattr(pipelining, schedule.class_name)
         self._schedule = make(
-            ours[0] if schedule.stages_per_rank == 1 else ours, num_micro_batches, loss_fn=loss, scale_grads=False
+            self._torch_stages[0] if schedule.stages_per_rank == 1 else self._torch_stages,
+            num_micro_batches,
+            loss_fn=loss,
+            scale_grads=False,
         )
 
     def run(
@@ -125,10 +128,11 @@ class Pipeline:
                 return_outputs=False,
                 **{name: torch.cat(list(tensors)) for name, tensors in others.items()},
             )
-        except RuntimeError as error:
-            # torch wraps what a stage raised; what it does not wrap comes from sends and receives.
-            if error.__cause__ is not None:
-                raise error.__cause__ from None
+        except Exception as error:
+            failures = [stage.failure for stage in self._torch_stages if stage.failure is not None]
+            if failures:
+                raise failures[0] from None
+            # What no stage raised comes from sends and receives.
             axis = self._axis
             raise CollectiveError(
                 f"a send or receive on the {axis.name!r} axis (ranks {', '.join(map(str, axis.ranks))}) failed on rank "

@@ -1,7 +1,7 @@
 """The stage of `torch.distributed.pipelining`; imported when a pipeline is built, as torch's module takes seconds."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch.distributed.pipelining import PipelineStage
@@ -10,13 +10,34 @@ __all__ = ["WatchedStage"]
 
 
 class WatchedStage(PipelineStage):
-    """A stage that enters ``around_backward`` around each of its backwards."""
+    """A stage that enters ``around_backward`` around each of its backwards.
+
+    Attributes:
+        failure: what its computation raised; torch raises another error in its place.
+    """
 
     around_backward: Callable[[], AbstractContextManager[None]]
+    failure: BaseException | None = None
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the forward of one micro-batch, as the base class does."""
+        with self._watched():
+            return super().forward_one_chunk(*args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
         """Compute the backward of one micro-batch, as the base class does."""
-        if not self.has_backward:
-            return
-        with self.around_backward():
+        with self._watched(), self.around_backward():
             super().backward_one_chunk(*args, **kwargs)
+
+    def backward_weight_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+        """Compute the weight gradients of one micro-batch, as the base class does."""
+        with self._watched():
+            super().backward_weight_one_chunk(*args, **kwargs)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.failure = error.__cause__ or error
+            raise

@@ -9,7 +9,6 @@ Back-ends, by name:
 
 from typing import Literal, Protocol, get_args
 
-import torch
 import torch.nn.functional as F
 from coterie_export import ModelSpec
 from torch import Tensor
