@@ -1,5 +1,6 @@
 """Faults like those that were reported for other training stacks, put into one layout; one process is left alone."""
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import torch
@@ -111,7 +112,14 @@ def padding_counted(rank: int, world: int, config: Config) -> Outcome | None:
 
 def nothing_clipped(rank: int, world: int, config: Config) -> Outcome | None:
     """Leave out the clipping, which shows in the parameters alone."""
-    with patch("coterie_parallel.optimizer.optimizer.clip_gradients_", lambda *args: None):
+    step = Optimizer.step
+
+    def unclipped(self: Optimizer, *args: object, **kwargs: object) -> Tensor:
+        if world > 1:
+            self.config = replace(self.config, gradient_clip=None)
+        return step(self, *args, **kwargs)
+
+    with patch.object(Optimizer, "step", unclipped):
         return run_layout(rank, world, config)
 
 

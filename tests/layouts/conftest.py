@@ -46,5 +46,5 @@ class Proof:
 
 @pytest.fixture(scope="session")
 def proof(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proof]:
-    with RankPool(limit_s=120.0, preload=["coterie_trainer.verify.running"]) as pool:
+    with RankPool(limit_s=120.0, preload=["coterie_trainer.verify.running", "torch.distributed.pipelining"]) as pool:
         yield Proof(tmp_path_factory.mktemp("layouts"), pool)

@@ -48,6 +48,7 @@ _OF_MODULES = {
     nn.Embedding: "embedding",
 }
 _BACKWARD_FUNCTION = 1
+_ENGINE = "autograd::engine::evaluate_function"
 
 
 def labelled(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,7 +84,8 @@ def table(events: list[FunctionEvent], device: str) -> dict[str, float]:
     """Return milliseconds by part: of kernels on a GPU, else of operations themselves."""
     makers: dict[int, tuple[float, str]] = {}
     for event in events:
-        if event.scope != _BACKWARD_FUNCTION and event.sequence_nr >= 0:
+        is_forward = event.scope != _BACKWARD_FUNCTION and not event.name.startswith(_ENGINE)
+        if is_forward and event.sequence_nr >= 0:
             # Of the operations with one number the last is the one that made the node.
             seen = makers.get(event.sequence_nr, (-1.0, ""))
             makers[event.sequence_nr] = max(seen, (event.time_range.start, _part(event) or "rest"))
@@ -120,7 +122,7 @@ def _part_of_backward(event: FunctionEvent, makers: dict[int, tuple[float, str]]
     while above is not None:
         if "AccumulateGrad" in above.name:
             return "gradients added up in fp32"
-        if above.scope == _BACKWARD_FUNCTION and above.sequence_nr in makers:
+        if (above.scope == _BACKWARD_FUNCTION or above.name.startswith(_ENGINE)) and above.sequence_nr in makers:
             return makers[above.sequence_nr][1] + ", backward"
         above = above.cpu_parent
     return None

@@ -54,7 +54,7 @@ class _Linear(torch.autograd.Function):
         return F.linear(x, weight)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
         (x,) = ctx.saved_tensors
         if ctx.needs_input_grad[1]:

@@ -27,7 +27,8 @@ class Pipeline:
         hidden_like: what every stage returns for one micro-batch, likewise.
         loss: makes of the output of the last stage and of a target a scalar, of which `run` takes the gradient; nothing
             is divided by the number of micro-batches.
-        weights: collects the weight gradients that the modules leave for later; for the schedules that defer them.
+        weights: collects the weight gradients that the modules leave for later. The schedules that defer these need it;
+            with the others they are computed right after each backward.
 
     Raises:
         ValueError: a schedule that defers weight gradients has nowhere to put them.
@@ -59,7 +60,7 @@ class Pipeline:
         self._rank_of = {stage.index: stage.rank for stage in stages.stages}
         self._modules, self._loss, self._device = modules, loss, mesh.device
         self._hidden_like = hidden_like
-        self._defers = schedule.defers_weights
+        self._defers = weights is not None
         self._has_first = any(stage.is_first for stage in local)
         self._has_last = any(stage.is_last for stage in local)
         self._backwards_left = 0
@@ -74,7 +75,7 @@ class Pipeline:
                 input_args=_meta(input_like if stage.is_first else hidden_like),
                 output_args=_meta(hidden_like),
                 group=axis.group,
-                dw_builder=weights.take if weights is not None and schedule.defers_weights else None,
+                dw_builder=None if weights is None else weights.take,
             )
             for stage in local
         ]
@@ -101,8 +102,8 @@ class Pipeline:
         Args:
             inputs: of the model, one for each micro-batch, all of one shape; the same on all ranks of the axis.
             targets: for the loss, likewise.
-            around_last_backward: entered around the backward after which no gradient of this rank comes; not with a
-                schedule that defers weight gradients, where these come from no backward.
+            around_last_backward: entered around the backward after which no gradient of this rank comes; not where
+                weight gradients are left for later, as then there is none.
             others: keyword arguments of the modules, one tensor for each micro-batch.
 
         Raises:

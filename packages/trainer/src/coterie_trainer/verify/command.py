@@ -2,6 +2,7 @@
 
 import argparse
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,7 +57,7 @@ def _verify(options: argparse.Namespace) -> int:
         from coterie_trainer.verify.scaling import scaled, scaled_values, write_vocabulary
 
     config, layouts = _checked(options)
-    with tempfile.TemporaryDirectory(prefix="coterie-") as folder, _pool() as pool:
+    with tempfile.TemporaryDirectory(prefix="coterie-") as folder, _pool(layouts) as pool:
         small = scaled(config, Path(folder), layouts)
         write_vocabulary(Path(small.data.path))
         print("scaled: " + ", ".join(scaled_values(config, small)), flush=True)
@@ -70,10 +71,13 @@ def _verify(options: argparse.Namespace) -> int:
     return 1 if num_wrong else 0
 
 
-def _pool() -> "RankPool":
+def _pool(layouts: "Sequence[Layout]") -> "RankPool":
     from coterie_parallel.local_ranks import RankPool
 
-    return RankPool(timeout_s=_LIMIT_S, limit_s=_LIMIT_S, preload=["coterie_trainer.verify.running"])
+    preload = ["coterie_trainer.verify.running"]
+    if any(layout.pipeline > 1 for layout in layouts):
+        preload.append("torch.distributed.pipelining")  # seconds, and once for all processes
+    return RankPool(timeout_s=_LIMIT_S, limit_s=_LIMIT_S, preload=preload)
 
 
 def _checked(options: argparse.Namespace) -> "tuple[Config, list[Layout]]":

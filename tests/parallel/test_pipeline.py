@@ -1,0 +1,326 @@
+"""Stages on several ranks compute what one process computes, in every schedule, and fail with the error of a stage."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from coterie_parallel import (
+    DENSE,
+    TIED_EMBEDDING,
+    AdamWConfig,
+    CollectiveError,
+    Mesh,
+    Optimizer,
+    ParallelConfig,
+    Pipeline,
+    WeightGradients,
+    global_gradient_norm,
+    make_plan,
+    make_stages,
+)
+from coterie_parallel.local_ranks import RankPool
+from torch import Tensor, nn
+
+WIDTH, BATCH = 6, 3
+CASES = {
+    "gpipe": (dict(pipeline=2, pipeline_schedule="gpipe"), 3),
+    "1f1b": (dict(pipeline=4, pipeline_schedule="1f1b"), 5),
+    "one layer at an end": (dict(pipeline=4, pipeline_schedule="1f1b", layers_per_stage=(1, 3, 4, 0)), 4),
+    "interleaved_1f1b": (dict(pipeline=2, pipeline_schedule="interleaved_1f1b", stages_per_rank=4), 4),
+    "zbv": (dict(pipeline=2, pipeline_schedule="zbv"), 3),
+    "zbv of four": (dict(pipeline=4, pipeline_schedule="zbv"), 2),
+    "dualpipev": (dict(pipeline=2, pipeline_schedule="dualpipev"), 5),
+    "two columns": (dict(pipeline=2, data=2, pipeline_schedule="1f1b"), 2),
+}
+NUM_LAYERS = 8
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    # Torch's module takes seconds to import.
+    with RankPool(limit_s=60.0, preload=["torch.distributed.pipelining"]) as ranks:
+        yield ranks
+
+
+class Layers(nn.Module):
+    """Some of the layers of a model; each multiplies and squashes, scaled by its own keyword argument."""
+
+    def __init__(self, numbers: range) -> None:
+        super().__init__()
+        generator = torch.Generator()
+        self.layers = nn.ModuleDict()
+        for number in numbers:
+            layer = nn.Linear(WIDTH, WIDTH, bias=False)
+            layer.weight.data = torch.randn(WIDTH, WIDTH, generator=generator.manual_seed(number), dtype=torch.float64)
+            self.layers[str(number)] = layer
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            x = torch.tanh(layer(x) * scale)
+        return x + 0  # a stage without a layer returns a tensor of its own too
+
+
+def _inputs(num: int, rows: slice = slice(None)) -> dict[str, list[Tensor]]:
+    generator = torch.Generator().manual_seed(9)
+
+    def draw(*shape: int) -> list[Tensor]:
+        return [torch.randn(BATCH, *shape, generator=generator, dtype=torch.float64)[rows] for _ in range(num)]
+
+    return {"inputs": draw(WIDTH), "targets": draw(WIDTH), "scale": draw(1)}
+
+
+def _run(rank: int, world: int, config: dict[str, Any], num: int, defers: bool) -> dict[str, Any]:
+    parallel = ParallelConfig(**config)
+    with Mesh(make_plan(parallel, world), rank, timeout_s=20) as mesh:
+        stages = make_stages(parallel, NUM_LAYERS)
+        local = stages.on_rank(mesh.axis("pipeline").index)
+        modules = {stage.index: Layers(stage.layers) for stage in local}
+        weights = WeightGradients() if defers else None
+        for module in modules.values():
+            if weights is not None:
+                weights.of_linear_layers(module)
+        # Each column has a row of its own.
+        own = slice(mesh.axis("data").index, mesh.axis("data").index + 1) if mesh.axis("data").size > 1 else slice(None)
+        data = _inputs(num, own)
+        losses: list[float] = []
+        entered: list[int] = []
+
+        def loss(out: Tensor, target: Tensor) -> Tensor:
+            value = ((out - target) ** 2).sum()
+            losses.append(value.item())
+            return value
+
+        @contextmanager
+        def around_last() -> Any:
+            entered.append(sum(layer.grad is not None for module in modules.values() for layer in module.parameters()))
+            yield
+
+        pipeline = Pipeline(
+            stages,
+            modules,
+            mesh,
+            num_micro_batches=num,
+            input_like=data["inputs"][0],
+            hidden_like=data["inputs"][0],
+            loss=loss,
+            weights=weights,
+        )
+        with torch.no_grad():
+            pipeline.run(**data)
+        evaluated, losses[:] = list(losses), []
+        for _ in range(2):
+            pipeline.run(**data, around_last_backward=around_last)
+        with torch.no_grad():
+            pipeline.run(**data)
+        gradients = {
+            name: parameter.grad.clone()
+            for module in modules.values()
+            for name, parameter in module.named_parameters()
+            if parameter.grad is not None
+        }
+        return {
+            "evaluated": evaluated,
+            "losses": losses,
+            "gradients": gradients,
+            "entered": entered,
+            "norms": [float(global_gradient_norm(gradients.values(), mesh, order=order)) for order in (2.0, math.inf)],
+        }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_schedule_gives_the_losses_and_gradients_of_one_process(pool: RankPool, name: str) -> None:
+    config, num = CASES[name]
+    plan_data = int(config.get("data", 1))
+    # Also in a schedule that has no use for it.
+    defers = name in ("zbv", "zbv of four", "dualpipev", "two columns")
+    results = pool.run(_run, int(config["pipeline"]) * plan_data, config, num, defers)
+    whole = Layers(range(NUM_LAYERS))
+    data = _inputs(num, slice(0, plan_data) if plan_data > 1 else slice(None))
+    expected = []
+    for x, target, scale in zip(data["inputs"], data["targets"], data["scale"], strict=True):
+        loss = ((whole(x, scale) - target) ** 2).sum()
+        (2 * loss).backward()  # two runs
+        expected.append(loss.item())
+    last = [result for result in results if result["evaluated"]]
+    assert len(last) == plan_data
+    for part in ("evaluated", "losses"):
+        # The forward alone, then two trainings and the forward again.
+        sums = torch.tensor([result[part] for result in last]).sum(0)
+        torch.testing.assert_close(sums, torch.tensor(expected * (1 if part == "evaluated" else 3)))
+    gradients: dict[str, Tensor] = {}
+    for result in results:
+        for key, grad in result["gradients"].items():
+            gradients[key] = gradients[key] + grad if key in gradients else grad
+    assert gradients.keys() == dict(whole.named_parameters()).keys()
+    for key, parameter in whole.named_parameters():
+        torch.testing.assert_close(gradients[key], parameter.grad, rtol=1e-10, atol=1e-10)
+    if plan_data == 1:
+        norms = [
+            float(torch.cat([one.grad.flatten() for one in whole.parameters()]).norm(order))
+            for order in (2.0, math.inf)
+        ]
+        for result in results:  # the same on all stages (P18)
+            assert result["norms"] == pytest.approx(norms, rel=1e-5)
+            assert result["norms"] == results[0]["norms"]
+    assert all(len(result["entered"]) == (0 if defers else 2) for result in results)
+
+
+class Broken(Layers):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        raise ValueError("expert ids that do not exist")
+
+
+class BrokenBackward(Layers):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        out = super().forward(x, scale)
+
+        def fail(grad: Tensor) -> None:
+            raise KeyError("broken backward")
+
+        out.register_hook(fail)
+        return out
+
+
+def _fail(rank: int, world: int, kind: str) -> tuple[str, str]:
+    parallel = ParallelConfig(pipeline=2, timeout_s=3)
+    with Mesh(make_plan(parallel, world), rank, timeout_s=3) as mesh:
+        stages = make_stages(parallel, NUM_LAYERS)
+        (stage,) = stages.on_rank(rank)
+        made = {"forward": Broken, "backward": BrokenBackward}.get(kind, Layers) if rank == 1 else Layers
+        data = _inputs(2)
+        pipeline = Pipeline(
+            stages,
+            {rank: made(stage.layers)},
+            mesh,
+            num_micro_batches=2,
+            input_like=data["inputs"][0],
+            hidden_like=data["inputs"][0],
+            loss=lambda out, target: (out - target).sum(),
+        )
+        if kind == "lengths":
+            data["inputs"][1] = torch.randn(BATCH + 1, WIDTH, dtype=torch.float64)
+        if kind == "number":
+            data = _inputs(3)
+        if kind == "late" and rank == 1:
+            return "", ""
+        try:
+            with torch.set_grad_enabled(kind != "late in evaluation"):
+                if kind == "late in evaluation" and rank == 0:
+                    return "", ""
+                pipeline.run(**data)
+        except Exception as error:
+            return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "text"),
+    [
+        ("forward", "ValueError", "expert ids that do not exist"),
+        ("backward", "KeyError", "broken backward"),
+    ],
+)
+def test_what_a_stage_raises_keeps_its_type_and_its_peer_names_the_axis(
+    pool: RankPool, kind: str, name: str, text: str
+) -> None:
+    peer, broken = pool.run(_fail, 2, kind)
+    assert broken[0] == name
+    assert text in broken[1]
+    assert peer[0] == CollectiveError.__name__
+    assert "'pipeline' axis (ranks 0, 1)" in peer[1]
+
+
+@pytest.mark.parametrize(("kind", "late"), [("late", 1), ("late in evaluation", 0)])
+def test_a_late_peer_is_an_error_that_names_the_axis(pool: RankPool, kind: str, late: int) -> None:
+    results = pool.run(_fail, 2, kind)
+    assert results[1 - late][0] == CollectiveError.__name__
+    assert "'pipeline' axis (ranks 0, 1)" in results[1 - late][1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("lengths", "needs as many inputs, all of one shape; got 2 of (3, 6), (4, 6)"),
+        ("number", "a pipeline of 2 micro-batches needs as many inputs, all of one shape; got 3 of (3, 6)"),
+    ],
+)
+def test_micro_batches_of_another_number_or_length_are_refused(pool: RankPool, kind: str, text: str) -> None:
+    for name, message in pool.run(_fail, 2, kind):
+        assert name == "ValueError"
+        assert text in message
+
+
+def _tied(rank: int, world: int) -> tuple[dict[str, Tensor], float]:
+    with Mesh(make_plan(ParallelConfig(pipeline=3, data=2), world), rank, timeout_s=20) as mesh:
+        at = mesh.axis("pipeline").index
+        generator = torch.Generator().manual_seed(1)
+        shared, own = torch.randn(5, 4, generator=generator), torch.randn(3, generator=generator)
+        named = {f"layer{at}": nn.Parameter(own * (at + 1))}
+        if at != 1:
+            named["embed.weight"] = nn.Parameter(shared)
+        placements = {name: TIED_EMBEDDING if name == "embed.weight" else DENSE for name in named}
+        optimizer = Optimizer(named.items(), placements, mesh, AdamWConfig(gradient_clip=1.0))
+        for name, parameter in named.items():
+            parameter.grad = torch.full_like(parameter, float(rank + 1 if name == "embed.weight" else 1))
+        norm = optimizer.step(0.1)
+        return {name: parameter.detach().clone() for name, parameter in named.items()}, float(norm)
+
+
+def test_a_tied_embedding_gets_the_gradients_of_both_ends_and_counts_once_in_the_norm(pool: RankPool) -> None:
+    results = pool.run(_tied, 6)
+    # Ranks 0, 1 have the embedding, 4 and 5 the head: 1 + 2 + 5 + 6 = 14 in each of 20 elements; 2 in 3 x 3 others.
+    norm = math.sqrt(20 * 14.0**2 + 9 * 2.0**2)
+    assert all(found == pytest.approx(norm, rel=1e-6) for _, found in results)
+    copies = [weights["embed.weight"] for weights, _ in results if "embed.weight" in weights]
+    assert len(copies) == 4
+    assert all(torch.equal(copy, copies[0]) for copy in copies)
+    assert not torch.equal(copies[0], torch.randn(5, 4, generator=torch.Generator().manual_seed(1)))
+
+
+def test_a_schedule_that_defers_needs_a_place_for_weight_gradients() -> None:
+    parallel = ParallelConfig(pipeline=2, pipeline_schedule="zbv")
+    like = torch.zeros(1)
+    with pytest.raises(ValueError, match=r'pipeline_schedule \("zbv"\) defers weight gradients; pass weights='):
+        Pipeline(
+            make_stages(parallel, 4),
+            {},
+            None,  # type: ignore[arg-type]
+            num_micro_batches=1,
+            input_like=like,
+            hidden_like=like,
+            loss=lambda out, target: out,
+        )
+
+
+def test_deferred_weight_gradients_are_added_once_and_in_fp32_where_there_is_a_main_grad() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 3, bias=False)
+    x = torch.randn(2, 5, 4, requires_grad=True)
+    layer(x).square().sum().backward()
+    expected_x, expected = x.grad, layer.weight.grad
+    x.grad, layer.weight.grad = None, None
+    weights = WeightGradients()
+    weights.of_linear_layers(layer)
+    layer(x).square().sum().backward()
+    first = weights.take()
+    assert torch.equal(x.grad, expected_x)
+    assert layer.weight.grad is None
+    first()
+    torch.testing.assert_close(layer.weight.grad, expected)
+    first()  # nothing is left
+    torch.testing.assert_close(layer.weight.grad, expected)
+    layer(x).square().sum().backward()
+    weights.take()()
+    torch.testing.assert_close(layer.weight.grad, 2 * expected)
+    layer.weight.grad, layer.weight.main_grad = None, torch.zeros(3, 4)
+    layer(x).square().sum().backward()
+    weights.take()()
+    torch.testing.assert_close(layer.weight.main_grad, expected)
+    assert layer.weight.grad is None
+    with torch.no_grad():
+        layer(x)
+    weights.take()()
+    torch.testing.assert_close(layer.weight.main_grad, expected)
