@@ -1,19 +1,25 @@
 """The experts on one GPU: `python3 tests/experts/gpu_experts.py`, with torch and triton.
 
 Holds the Triton back-end to the reference: values and gradients in bfloat16, the same bits 20 times, no wait for the
-host, capture in a CUDA graph and replay with other ids, the conformance suite, and sizes beyond 2^31. The first fault
-raises. `gpu_opponents.py` has the times.
+host, capture in a CUDA graph and replay with other ids, the conformance suite, other activations and biases at the
+widths of models, and sizes beyond 2^31. The first fault raises. `gpu_opponents.py` has the times. What compiles many
+kernels runs in several processes (`--workers`); `--only conformance,activations` leaves out the rest.
 """
 
 import argparse
 import site
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
+from functools import partial
+from multiprocessing import get_context
 
 from gpu_cases import DEVICE, SIZES, Size, build, make, random_ids
 
 # isort: split
 import torch
-from coterie_experts.conformance import conformance_problems
+from coterie_experts import ExpertsConfig, GroupedExperts
+from coterie_experts.conformance import CASES, TOKEN_CASES, conformance_problems
 from coterie_experts.grouped_swiglu import triton_launch as launch
 from coterie_experts.grouped_swiglu.triton_forward import sum_rows_of_tokens
 from coterie_experts.token_rows import sort_slots
@@ -26,6 +32,11 @@ CHECKED = (
     Size("one expert", 300, 128, 256, 1, 1),
     Size("all experts", 100, 128, 128, 4, 4),
     Size("one token", 1, 256, 256, 8, 2),
+)
+# The widths of gpt-oss-20b and of a layer of Nemotron-H's kind: name, activation, biases.
+ACTIVATIONS = (
+    (Size("gpt-oss", 1024, 2880, 2880, 32, 4), "swiglu_clamped", True),
+    (Size("no gate", 1024, 1024, 2688, 16, 4), "relu_squared", False),
 )
 # Rows in order, D and H: rows x D just over 2^31; the pre-activation beyond 2^32 numbers.
 LONG = ((299_594, 7168, 128), (1_048_704, 64, 2048))
@@ -167,30 +178,109 @@ def check_long_batches() -> None:
         torch.cuda.empty_cache()
 
 
-def check_conformance(backend: str) -> None:
-    """The suite of the package, in bfloat16."""
-    found = conformance_problems(backend, device=DEVICE, dtype=torch.bfloat16)
+def check_activation(size: Size, activation: str, bias: bool) -> str:
+    """Hold values and gradients to the reference by norm, as above; the same bits again, deferred and in `main_grad`."""
+    x, ids, weights, _, down, grad_y = make(size, "zipf")
+    ids[::5, 1] = -1
+    weights[3] = 0.0
+
+    def layer(backend: str, dtype: torch.dtype) -> GroupedExperts:
+        config = ExpertsConfig(
+            d_model=size.D, d_hidden=size.H, num_experts=size.E, backend=backend, activation=activation, bias=bias
+        )
+        experts = GroupedExperts(config, device=DEVICE, dtype=dtype)
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        for name, parameter in experts.named_parameters():
+            std = parameter.shape[-1] ** -0.5 if parameter.dim() == 3 else 1.0
+            values = torch.randn(parameter.shape, generator=generator, device=DEVICE) * std
+            parameter.data.copy_((down if name == "down" else values).bfloat16())
+        return experts
+
+    def gradients(experts: GroupedExperts) -> dict[str, Tensor]:
+        dtype = experts.down.dtype
+        rows = x.detach().to(dtype).requires_grad_()
+        row_weights = weights.detach().to(torch.promote_types(dtype, torch.float32)).requires_grad_()
+        y = experts.forward_tokens(rows, ids, row_weights)
+        y.backward(grad_y.to(dtype))
+        found = {"y": y.detach(), "x": rows.grad, "weights": row_weights.grad}
+        return {**found, **{name: one.grad for name, one in experts.named_parameters() if one.grad is not None}}
+
+    exact = gradients(layer("reference", torch.float64))
+    plain, ours = (gradients(layer(name, torch.bfloat16)) for name in ("reference", "triton"))
+    ratios = {}
+    for name, truth in exact.items():
+        error, allowed = ((one[name].double() - truth).norm().item() for one in (ours, plain))
+        assert error <= 2 * allowed + 1e-6 * truth.norm().item(), (size.name, name, error, allowed)
+        ratios[name] = round(error / max(allowed, 1e-30), 2)
+    at_once, late = layer("triton", torch.bfloat16), layer("triton", torch.bfloat16)
+    kept: list[Callable[[], None]] = []
+    late.defer_weight_gradients = kept.append
+    for experts in (at_once, late):
+        for parameter in experts.parameters():
+            parameter.main_grad = torch.full(parameter.shape, 0.5, device=DEVICE)
+    torch.cuda.set_sync_debug_mode("error")
+    found = [gradients(experts) for experts in (at_once, late)]
+    kept.pop()()
+    torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(one, found[1][name]) for name, one in found[0].items())
+    for one, other in zip(at_once.parameters(), late.parameters(), strict=True):
+        assert one.grad is None
+        assert torch.equal(one.main_grad, other.main_grad)
+    return f"check {size.name}: error / error of the reference {ratios}"
+
+
+def check_part_of_the_suite(backend: str, number: int, parts: int) -> str:
+    """Run every `parts`-th case of the package's suite, in bfloat16."""
+    found = conformance_problems(
+        backend,
+        device=DEVICE,
+        dtype=torch.bfloat16,
+        cases=CASES[number::parts],
+        token_cases=TOKEN_CASES[number::parts],
+    )
     assert not found, "\n".join(found)
-    print(f"check: conformance of {backend}", flush=True)
+    return f"check: conformance of {backend}, part {number + 1} of {parts}"
+
+
+def in_processes(jobs: list[Callable[[], str]], workers: int, packages: list[str]) -> None:
+    """Run checks beside one another, print what they return, and raise what they raise."""
+    context = get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=add_packages, initargs=(packages,)) as pool:
+        for done in as_completed([pool.submit(job) for job in jobs]):
+            print(done.result(), flush=True)
+
+
+def add_packages(folders: list[str]) -> None:
+    for folder in folders:
+        site.addsitedir(folder)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--packages", action="append", default=[], metavar="DIR", help="folders with optional packages")
-    parser.add_argument("--only-conformance", default="", metavar="BACKENDS", help="nothing but the suite, on these")
+    parser.add_argument("--backends", default="triton", help="those that the suite is run on")
+    parser.add_argument("--only", default="", metavar="PARTS", help="conformance, activations, values, long")
+    parser.add_argument("--workers", type=int, default=8)
     arguments = parser.parse_args()
-    for folder in arguments.packages:
-        site.addsitedir(folder)
-    if arguments.only_conformance:
-        for backend in arguments.only_conformance.split(","):
-            check_conformance(backend)
-        return
-    check_values()
-    check_rows_in_order()
-    check_promises()
-    check_conformance("triton")
-    check_one_byte_rows()
-    check_long_batches()
+    add_packages(arguments.packages)
+    only = [name for name in arguments.only.split(",") if name] or ["conformance", "activations", "values", "long"]
+    jobs: list[Callable[[], str]] = []
+    if "activations" in only:
+        jobs += [partial(check_activation, *one) for one in ACTIVATIONS]
+    if "conformance" in only:
+        for backend in arguments.backends.split(","):
+            jobs += [
+                partial(check_part_of_the_suite, backend, number, arguments.workers)
+                for number in range(arguments.workers)
+            ]
+    in_processes(jobs, arguments.workers, arguments.packages)
+    if "values" in only:
+        check_values()
+        check_rows_in_order()
+        check_promises()
+    if "long" in only:
+        check_one_byte_rows()
+        check_long_batches()
 
 
 if __name__ == "__main__":

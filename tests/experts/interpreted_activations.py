@@ -1,11 +1,11 @@
 """Other activations, biases and deferred gradients on the Triton back-end, for a process with TRITON_INTERPRET=1."""
 
-from dataclasses import replace
-
 import pytest
+import torch
 from coterie_experts.conformance import CASES, TOKEN_CASES, Case, TokenCase, case_problems, token_case_problems
 
-from experts import test_deferred
+from experts import test_activations, test_deferred
+from experts.test_activations import TIGHT
 
 # Where a GPU gives NaN in silence, numpy, which the interpreter runs on, also warns.
 pytestmark = [
@@ -15,8 +15,6 @@ pytestmark = [
 ]
 # What the activations do without biases is what SwiGLU does; the interpreter needs half a second for each run.
 BIASED, BIASED_TOKENS = (tuple(case for case in cases if case.bias) for cases in (CASES, TOKEN_CASES))
-# More rows than a tile in one expert, column tiles with a remainder, and an expert without rows.
-WIDE = replace(BIASED[1], counts=(0, 35), d_model=40, d_hidden=40, rows_past_the_end=0)
 
 
 @pytest.mark.parametrize("case", BIASED, ids=lambda case: case.name)
@@ -25,7 +23,13 @@ def test_rows(case: Case) -> None:
 
 
 def test_several_tiles() -> None:
-    assert case_problems("triton", WIDE, repeats=0) == []
+    """More rows than a row tile in one expert, and column tiles with a remainder, against the other back-end."""
+    expected, found = (
+        test_activations.ours(TIGHT, *test_activations.make(TIGHT, True, d=40, h=40), backend)
+        for backend in ("torch", "triton")
+    )
+    for name, one, other in zip(test_activations.NAMES, found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("case", BIASED_TOKENS, ids=lambda case: case.name)

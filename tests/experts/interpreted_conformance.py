@@ -10,8 +10,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
     pytest.mark.usefixtures("nan_scratch"),
 ]
-# interpreted_activations.py has the others, interpreted_experts.py the edges of tiles and the widths: the interpreter needs
-# half a second for each run.
+# interpreted_activations.py has the others, interpreted_experts.py the edges of tiles and the widths.
 SWIGLU, SWIGLU_TOKENS = (
     tuple(case for case in cases if case.activation.name == "swiglu" and not case.bias)
     for cases in (CASES, TOKEN_CASES)

@@ -177,8 +177,8 @@ def test_auto_takes_the_fastest_that_can_run(monkeypatch: pytest.MonkeyPatch) ->
     name, reason = auto(measured)
     assert name == "triton"
     assert reason == (
-        "'triton' can run torch.bfloat16 on cuda; measured with swiglu for narrow-small widths on compute capability 9.0, "
-        "fastest first: quack, triton, torch; 'quack' cannot run: not here"
+        "'triton' can run torch.bfloat16 on cuda; measured with swiglu for narrow-small widths on compute capability "
+        "9.0, fastest first: quack, triton, torch; 'quack' cannot run: not here"
     )
     monkeypatch.setattr(quack_native, "obstacle", lambda **sizes: None)
     assert auto(measured)[0] == "quack"

@@ -76,7 +76,7 @@ def test_faults_of_the_config_and_of_the_spelling_come_together(capsys: pytest.C
     text = capsys.readouterr().err
     assert "5 problems" in text
     assert "top_k (99)" in text
-    assert "layout \"dta=4\": 'dta' is unknown; known: data, expert, accumulation, " in text
+    assert "layout \"dta=4\": 'dta' is unknown; known: pipeline, data, expert, accumulation, schedule, stages_" in text
     assert "data (0) must be a whole number of at least 1" in text
     assert "'data' must be NAME=VALUE" in text
     assert 'layout "": it names nothing' in text
@@ -87,6 +87,64 @@ def test_layouts_are_read_and_shown() -> None:
     assert problems == []
     assert str(layout) == "data=4 expert=2 recompute=attention+experts dispatcher=rowwise"
     assert parse_layout("data=2 data=3")[1] == ["data is given twice"]
+    layout, problems = parse_layout("schedule=zbv data=2 pipeline=4 layers_per_stage=0+1+1+2+1+1+1+0")
+    assert problems == []
+    assert str(layout) == "pipeline=4 data=2 schedule=zbv layers_per_stage=0+1+1+2+1+1+1+0"
+    assert (layout.world, layout.layers_per_stage) == (8, (0, 1, 1, 2, 1, 1, 1, 0))
+    assert parse_layout("pipeline=4 pipeline_schedule=gpipe") == parse_layout("schedule=gpipe pipeline=4")
+    assert parse_layout("pipeline=2 layers_per_stage=1+x")[1] == [
+        "layers_per_stage (1+x) must be whole numbers joined by +, as in 1+2"
+    ]
+    assert parse_layout("schedule=zbv pipeline_schedule=gpipe")[1] == ["schedule is given twice"]
+
+
+@pytest.mark.parametrize(
+    ("layouts", "num_layers", "stages"),
+    [
+        (["pipeline=2 accumulation=2"], 3, [(2, 1)]),
+        (["pipeline=2 accumulation=2 layers_per_stage=1+2"], 3, [(1, 2)]),
+        (["pipeline=4 accumulation=4", "pipeline=2 accumulation=2"], 4, [(1, 1, 1, 1), (2, 2)]),
+        (["pipeline=4 schedule=zbv", "pipeline=3 schedule=gpipe"], 8, [(1,) * 8, (3, 3, 2)]),
+        (["pipeline=2 schedule=interleaved_1f1b stages_per_rank=3"], 6, [(1,) * 6]),
+        (["pipeline=2 schedule=dualpipev accumulation=4 layers_per_stage=0+2+5+0"], 7, [(0, 2, 5, 0)]),
+        (["data=2", "data=1"], 3, [(), ()]),
+    ],
+)
+def test_the_scaled_model_has_layers_for_every_stage(
+    tmp_path: Path, layouts: list[str], num_layers: int, stages: list[tuple[int, ...]]
+) -> None:
+    small = small_config(tmp_path, layouts)
+    assert (small.model.num_layers, small.model.num_dense_layers) == (num_layers, 1)
+    configs = [layout_config(parse_layout(text)[0], small) for text in layouts]
+    assert [config.parallel.layers_per_stage for config in configs] == stages
+    assert reference_config(small).parallel.pipeline == 1
+
+
+def test_pipelines_that_can_not_run_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    layouts = [
+        "pipeline=2",
+        "pipeline=2 data=32",
+        "pipeline=2 schedule=gpipe gradient_sharding=true",
+        "pipeline=2 data=2 data_parallel=fsdp accumulation=2",
+        "pipeline=2 accumulation=2 layers_per_stage=2+3",
+        "pipeline=2 accumulation=2 layers_per_stage=2+2",
+    ]
+    assert main(["verify", CONFIG, "--layouts", *layouts]) == 2
+    found = capsys.readouterr().err.splitlines()
+    expected = {
+        0: "(1 = sequences_per_step (32) / (data (1) x sequences_per_micro_batch (32))) must be at least 2, the number",
+        1: "pipeline (2) x data (32) means as many processes on this machine; at most 32 work",
+        2: "optimizer: gradient_sharding (true) needs parallel.pipeline (2) to be 1",
+        3: 'parallel: pipeline (2) must be 1 with data_parallel ("fsdp")',
+        5: "parallel: layers_per_stage (2, 2) adds up to 4, and num_layers is 5",
+    }
+    assert found[1] == (
+        "  - layers_per_stage of the layouts adds up to 4 or 5, and another layout needs a model of 5 layers; compare "
+        "them apart"
+    )
+    for line, (number, words) in zip(found[2:], expected.items(), strict=True):
+        assert line.startswith(f'  - layout "{parse_layout(layouts[number])[0]}": ')
+        assert words in line
 
 
 def test_a_layout_decides_the_split_and_nothing_else(tmp_path: Path) -> None:
@@ -151,6 +209,9 @@ def test_the_default_layouts_fit(dispatcher: str, num_experts: int, expected: se
     found = {layout_config(layout, small).parallel.dispatcher for layout in layouts}
     assert found == expected
     assert {layout.expert for layout in layouts} == ({1, 2, 4} if num_experts == 16 else {1, 2})
+    assert {layout.pipeline for layout in layouts} == {1, 2, 4}
+    sharded = load_config(CONFIG, [*changes, "optimizer.gradient_sharding=true"])
+    assert {layout.pipeline for layout in default_layouts(sharded)} == {1}
 
 
 def test_the_batches_of_a_step_are_the_same_in_every_split(tmp_path: Path) -> None:

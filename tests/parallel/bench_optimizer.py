@@ -1,17 +1,11 @@
 """Our optimizer step against torch's: on one rank AdamW with clipping, on several DDP with AdamW, sharded and not."""
 
-import multiprocessing
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from coterie_parallel import DENSE, AdamWConfig, Mesh, Optimizer, ParallelConfig, make_plan
+from support.bench_ranks import sides_on_ranks
 from support.speed import Pair
 from torch import Tensor, nn
 
@@ -83,65 +77,13 @@ def bench_four_ranks() -> Iterator[Pair]:
 
 def _on_ranks(world: int) -> Iterator[Pair]:
     for reference in ("DDP and AdamW", "DDP and ZeroRedundancyOptimizer"):
-        with _ranks(world, reference) as call:
+        with sides_on_ranks(_sides, world, reference) as call:
             yield Pair(
                 f"backward and optimizer step, {world} ranks: {reference}",
                 ours=partial(call, "ours"),
                 reference=partial(call, "reference"),
                 check=partial(call, "check"),
             )
-
-
-@contextmanager
-def _ranks(world: int, reference: str) -> Iterator[Callable[[str], None]]:
-    """Start ranks that know both sides, and give a function that runs one of them on all and waits for the last."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "coterie_parallel"])
-    with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe() for _ in range(world)]
-        processes = [
-            context.Process(
-                target=_serve, args=(rank, world, str(Path(folder) / "store"), reference, pipes[rank][1]), daemon=True
-            )
-            for rank in range(world)
-        ]
-        for process in processes:
-            process.start()
-
-        def call(name: str) -> None:
-            for ours, _ in pipes:
-                ours.send(name)
-            for process, (ours, _) in zip(processes, pipes, strict=True):
-                while not ours.poll(1.0):
-                    assert process.is_alive(), f"a rank ended with exit code {process.exitcode}"
-                fault = ours.recv()
-                assert fault is None, fault
-
-        try:
-            yield call
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-
-
-def _serve(rank: int, world: int, store: str, reference: str, end: Connection) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, world),
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=60),
-    )
-    sides = _sides(rank, world, reference)
-    while True:
-        name = end.recv()
-        try:
-            sides[name]()
-            end.send(None)
-        except Exception as error:
-            end.send(f"rank {rank}: {type(error).__name__}: {error}")
 
 
 def _sides(rank: int, world: int, reference: str) -> dict[str, Callable[[], None]]:

@@ -11,6 +11,7 @@ import torch
 from coterie_parallel import (
     DENSE,
     EXPERTS,
+    TIED_EMBEDDING,
     GradientReducer,
     Mesh,
     ParallelConfig,
@@ -224,12 +225,12 @@ def test_a_placement_accounts_for_every_rank_once() -> None:
     assert EXPERTS.problems(plan) == []
     assert Placement(sharded_over=("world",)).problems(plan) == []
     assert Placement(replicated_over=("expert_data",)).problems(plan) == [
-        "expert_data (4) = 4 ranks must be the whole world (8)"
+        "expert_data (4) = 4 ranks must be all that hold it (8)"
     ]
     assert Placement(replicated_over=("data",), sharded_over=("expert",)).problems(plan) == [
-        "data (8) x expert (2) = 16 ranks must be the whole world (8)"
+        "data (8) x expert (2) = 16 ranks must be all that hold it (8)"
     ]
-    assert Placement().problems(plan) == ["no axis (1) = 1 ranks must be the whole world (8)"]
+    assert Placement().problems(plan) == ["no axis (1) = 1 ranks must be all that hold it (8)"]
 
 
 def test_buckets_take_the_parameters_in_the_reverse_order_up_to_their_size() -> None:
@@ -364,3 +365,103 @@ def _order_with_main_grad(rank: int, world: int) -> list[str]:
             {"a": [4.0] * 3, "b": [2.0] * 3} if rank == 0 else {}
         )
     return sent
+
+
+STAGE_SHAPES = {"embed.weight": (65, 3), "first": (7,), "experts": (8, 5), "inner": (130,), "norm": (4,)}
+
+
+def _shapes_of_stage(stage: int, pipeline: int, expert: int) -> dict[str, tuple[int, ...]]:
+    """Return the local shapes of a stage: a tied embedding at both ends, a parameter of its own, experts."""
+    names = ["embed.weight", "first"] if stage == 0 else ["inner"]
+    names = [*names, "embed.weight", "norm"] if stage == pipeline - 1 else names
+    shapes = {f"{stage}.{name}" if name != "embed.weight" else name: STAGE_SHAPES[name] for name in names}
+    return shapes | {f"{stage}.experts": (8 // expert, 5)}
+
+
+def _reduce_stages(rank: int, world: int) -> dict[tuple[int, int], dict[str, Any]]:
+    found = {}
+    for pipeline, expert in ((2, 1), (2, 2), (4, 1)):
+        plan = make_plan(ParallelConfig(pipeline=pipeline, expert=expert), world)
+        with Mesh(plan, rank, timeout_s=30) as mesh:
+            shapes = _shapes_of_stage(mesh.axis("pipeline").index, pipeline, expert)
+            parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
+            kinds = {"embed.weight": TIED_EMBEDDING}
+            placements = {name: kinds.get(name, EXPERTS if "experts" in name else DENSE) for name in shapes}
+            reducer = GradientReducer(parameters.items(), placements, mesh, ReductionConfig(bucket_bytes=600))
+            with reducer.micro_batch(is_last=True):
+                terms = [(one * _gradient_of_rank(name, shapes[name], rank)).sum() for name, one in parameters.items()]
+                torch.stack(terms).sum().backward()
+            pieces = reducer.reduce()
+            found[pipeline, expert] = {
+                "summed": reducer.gathered(),
+                "norm": float(global_gradient_norm(pieces.values(), mesh)),
+                "largest": float(global_gradient_norm(pieces.values(), mesh, order=math.inf)),
+                "count": count_elements(pieces.values(), mesh),
+                "ranks of the embedding": len(mesh.axis("embedding").ranks) if "embed.weight" in shapes else 0,
+            }
+    return found
+
+
+def test_stages_sum_what_is_theirs_and_the_ends_sum_a_tied_embedding_together() -> None:
+    world = 4
+    results = run_ranks(_reduce_stages, world)
+    for pipeline, expert in results[0]:
+        data = world // pipeline
+        totals: dict[tuple[str, int], Tensor] = {}
+        for rank in range(world):
+            stage, index = divmod(rank, data)
+            found = results[rank][pipeline, expert]
+            shapes = _shapes_of_stage(stage, pipeline, expert)
+            assert found["summed"].keys() == shapes.keys()
+            for name, shape in shapes.items():
+                own_stage = range(stage * data, (stage + 1) * data)
+                peers = [peer for peer in own_stage if "experts" not in name or (peer - index) % expert == 0]
+                if name == "embed.weight":
+                    peers = [*range(data), *range(world - data, world)]
+                total = sum((_gradient_of_rank(name, shape, peer) for peer in peers), torch.zeros(shape))
+                assert torch.equal(found["summed"][name], total), (pipeline, expert, rank, name)
+                totals[name, index % expert if "experts" in name else 0] = total
+        squares = sum(float(one.double().square().sum()) for one in totals.values())
+        for rank in range(world):
+            found = results[rank][pipeline, expert]
+            assert found["norm"] == pytest.approx(math.sqrt(squares), rel=1e-12)
+            assert found["norm"] == results[0][pipeline, expert]["norm"]
+            assert found["largest"] == max(float(one.abs().max()) for one in totals.values())
+            assert found["count"] == sum(one.numel() for one in totals.values())
+
+
+def _three_and_four(rank: int, world: int) -> tuple[float, float, list[float]]:
+    """P18: a norm over the local stage only."""
+    with Mesh(make_plan(ParallelConfig(pipeline=2), world), rank, timeout_s=30) as mesh:
+        name = f"layers.{rank}"
+        parameter = nn.Parameter(torch.zeros(2))
+        reducer = GradientReducer([(name, parameter)], {name: DENSE}, mesh)
+        parameter.grad = torch.tensor([3.0 + rank, 0.0])
+        pieces = reducer.reduce()
+        norm = global_gradient_norm(pieces.values(), mesh)
+        largest = global_gradient_norm(pieces.values(), mesh, order=math.inf)
+        clip_gradients_(pieces.values(), norm, 1.0)
+        return float(norm), float(largest), pieces[name].tolist()
+
+
+def test_two_stages_clip_by_the_norm_of_both() -> None:
+    for rank, (norm, largest, clipped) in enumerate(run_ranks(_three_and_four, 2)):
+        assert (norm, largest) == (5.0, 4.0)
+        assert clipped == pytest.approx([(3.0 + rank) / 5, 0.0], rel=1e-7)
+
+
+def test_an_embedding_of_another_shape_at_the_other_end_is_an_error_at_both() -> None:
+    for message in run_ranks(_embedding_of_two_shapes, 2):
+        assert message.startswith("parameters replicated over 'embedding' must have the same names")
+        assert message.endswith("different: embed.weight")
+
+
+def _embedding_of_two_shapes(rank: int, world: int) -> str:
+    with Mesh(make_plan(ParallelConfig(pipeline=2), world), rank, timeout_s=30) as mesh:
+        shape = (4, 2) if rank == 0 else (4, 3)
+        parameter = nn.Parameter(torch.zeros(shape))
+        try:
+            GradientReducer([("embed.weight", parameter)], {"embed.weight": TIED_EMBEDDING}, mesh)
+        except ValueError as error:
+            return str(error)
+    return "no error"

@@ -66,7 +66,8 @@ def inputs() -> Tensor:
 
 def live_bytes(compute: Callable[[], object]) -> int:
     """Return what is allocated by ``compute`` and still there while its value is."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    # acc_events is the default, and torch before 2.11 warns where it is not given.
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         value = compute()
     events = profiler.profiler.kineto_results.events()
     del value

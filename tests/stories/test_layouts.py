@@ -16,14 +16,37 @@ from support.ranks import run_ranks
 
 from stories.conftest import CONFIG
 
-LAYOUTS = [(2, 1), (4, 2)]
+LAYOUTS = {
+    "data 2": (2, []),
+    "data 4, expert 2": (4, ["parallel.expert=2"]),
+    # The first stage has the layer without experts alone; expert traffic and that between stages run side by side.
+    "pipeline 2, expert 2": (4, ["parallel.pipeline=2", "parallel.expert=2", "parallel.layers_per_stage=[1,3]"]),
+    "pipeline 2, zbv": (2, ["parallel.pipeline=2", 'parallel.pipeline_schedule="zbv"']),
+    # Buffers of some stage are too small at first: all stages run the step again.
+    "pipeline 2, rowwise": (
+        4,
+        ["parallel.pipeline=2", "parallel.expert=2", 'parallel.dispatcher="rowwise"', "parallel.capacity_factor=0.6"],
+    ),
+}
 NUMBERS = ("loss", "balance_loss", "z_loss", "gradient_norm", "load_imbalance", "tokens")
 
 
-def train_rank(rank: int, world: int, overrides: list[str], folder: str) -> None:
+class StopAfter:
+    """Asks for the end of a run after one of its steps."""
+
+    def __init__(self, run: Run, step: int) -> None:
+        self._run, self._step = run, step
+
+    @property
+    def requested(self) -> bool:
+        return self._run.step + 1 >= self._step
+
+
+def train_rank(rank: int, world: int, overrides: list[str], folder: str, last: int | None = None) -> None:
     config = load_config(CONFIG, [*overrides, f"run_folder={folder!r}"], world)
     with Mesh(make_plan(config.parallel, world), rank, timeout_s=60.0) as mesh:
-        Run(config, mesh, torch.device("cpu")).loop(StopRequest())
+        run = Run(config, mesh, torch.device("cpu"))
+        run.loop(StopRequest() if last is None else StopAfter(run, last))
 
 
 def records(folder: Path) -> list[dict[str, float]]:
@@ -41,12 +64,25 @@ def one_process(tmp_path_factory: pytest.TempPathFactory, small_demo: list[str])
     return found
 
 
-@pytest.mark.parametrize(("data", "expert"), LAYOUTS)
+@pytest.mark.parametrize("name", LAYOUTS)
 def test_twenty_steps_are_those_of_one_process(
-    tmp_path: Path, small_demo: list[str], one_process: list[dict[str, float]], data: int, expert: int
+    tmp_path: Path, small_demo: list[str], one_process: list[dict[str, float]], name: str
 ) -> None:
-    layout = [f"parallel.data={data}", f"parallel.expert={expert}"]
-    run_ranks(train_rank, data, [*small_demo, *layout], str(tmp_path), timeout_s=120.0)
+    world, layout = LAYOUTS[name]
+    overrides = [*small_demo, "parallel.data=-1", "parallel.expert=1", *layout]
+    run_ranks(train_rank, world, overrides, str(tmp_path), timeout_s=120.0)
+    assert_same(one_process, records(tmp_path))
+    replays = [record.get("replays", 0) for record in records(tmp_path)]
+    assert max(replays) > 0 if "rowwise" in name else max(replays) == 0
+
+
+def test_a_checkpoint_of_a_pipeline_goes_on_in_other_pipelines_and_without_one(
+    tmp_path: Path, small_demo: list[str], one_process: list[dict[str, float]]
+) -> None:
+    for name, last in (("pipeline 2, expert 2", 7), ("pipeline 2, zbv", 13), ("one process", None)):
+        world, layout = LAYOUTS.get(name, (1, []))
+        overrides = [*small_demo, "parallel.data=-1", "parallel.expert=1", *layout]
+        run_ranks(train_rank, world, overrides, str(tmp_path), last, timeout_s=120.0)
     assert_same(one_process, records(tmp_path))
 
 

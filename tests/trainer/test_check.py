@@ -3,10 +3,12 @@ import math
 from pathlib import Path
 
 import pytest
-from coterie_trainer.check import _parameter_shapes, active_parameters, report
+from coterie_parallel import ParallelConfig, make_plan, make_stages
+from coterie_trainer.check import _buffer_bytes, _parameter_shapes, active_parameters, report
+from coterie_trainer.check_stages import placement_of, rank_parts
 from coterie_trainer.config import ConfigError, load_config
 from coterie_trainer.data.shards import TokenWriter
-from coterie_trainer.model import build_model
+from coterie_trainer.model import MoE, build_model, placements
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.toml"
 
@@ -144,6 +146,114 @@ def test_the_order_of_the_parameters_is_that_of_the_model(tiny):
     spec = load_config(tiny).model.to_spec(10, 16, None)
     shapes = [(name, tuple(parameter.shape)) for name, parameter in build_model(spec).named_parameters()]
     assert shapes == list(_parameter_shapes(spec).items())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("schedule", "sizes"), [("1f1b", (1, 3)), ("zbv", (0, 1, 3, 0)), ("interleaved_1f1b", ())])
+def test_a_rank_of_a_pipeline_holds_what_its_part_of_the_model_has(tiny, schedule, sizes, tied):
+    spec = dataclasses.replace(load_config(tiny).model.to_spec(10, 16, None), num_layers=4, tied_embeddings=tied)
+    config = ParallelConfig(pipeline=2, pipeline_schedule=schedule, layers_per_stage=sizes)
+    stages = make_stages(config, 4)
+    parts = rank_parts(spec, _parameter_shapes(spec), stages, 4)
+    for index, part in enumerate(parts):
+        model = build_model(spec, stages=stages.on_rank(index))
+        assert [(name, tuple(one.shape)) for name, one in model.named_parameters()] == list(part.shapes.items())
+        assert placements(model, stages) == {name: placement_of(name, spec, stages) for name in part.shapes}
+        assert part.num_moe_layers == sum(isinstance(one, MoE) for one in model.modules())
+    together = {name for part in parts for name in part.shapes}
+    assert together == set(_parameter_shapes(spec))
+
+
+# The tiny model with 4 layers, 3 of them with experts: stage 0 has the dense layer and one with experts.
+PIPELINE = ["model.num_layers=4", "parallel.pipeline=2", "parallel.expert=2", "train.sequences_per_step=8"]
+ONE_LAYER = 2 * 8 + ATTENTION // 2
+
+
+def test_every_stage_of_a_pipeline_and_the_rank_that_needs_most(tiny):
+    lines = report(load_config(tiny, PIPELINE), 4).splitlines()
+    first = 10 * 8 + 2 * ONE_LAYER + DENSE_MLP + ROUTER + 2 * EXPERT
+    last = 10 * 8 + 8 + 2 * (ONE_LAYER + ROUTER + 2 * EXPERT)
+    memory = lines[lines.index("memory of a rank, without activations") + 1 :]
+    assert lines[1:13] == [
+        "  world size (4) = pipeline (2) x data (2)",
+        "  data (2) = expert_data (1) x expert (2)",
+        "  stages (2) = pipeline (2) x 1 on each rank; schedule 1f1b; layers (4) = 2 + 2",
+        "  stage 0 on ranks 0 to 1: embedding, layers 0 to 1 (1 dense, 1 with experts)",
+        "  stage 1 on ranks 2 to 3: layers 2 to 3 (2 with experts), norm, head",
+        "  experts (4) = expert (2) x 2 on each rank; dispatcher all_to_all",
+        "  rank 0: pipeline 0, data 0 = expert_data 0 x expert 0; experts 0 to 1",
+        "  rank 1: pipeline 0, data 1 = expert_data 0 x expert 1; experts 2 to 3",
+        "  rank 2: pipeline 1, data 0 = expert_data 0 x expert 0; experts 0 to 1",
+        "  rank 3: pipeline 1, data 1 = expert_data 0 x expert 1; experts 2 to 3",
+        "  optimizer state of a rank: 1/2 of what is dense in its stages, all of its own experts'",
+        "",
+    ]
+    assert memory[0] == "  pipeline 1, which needs most:"
+    assert (
+        memory[1]
+        == f"    parameters: {last:,} = {last - 4 * EXPERT:,} on every rank of its stages + {4 * EXPERT} of its own experts"
+    )
+    sums = [line for line in memory if "; sum: " in line]
+    assert [line.split(";")[0] for line in sums] == [
+        f"  pipeline 0: {first:,} parameters",
+        f"  pipeline 1: {last:,} parameters",
+    ]
+    assert sums[1].split("; ")[1] in " ".join(memory[1:10])
+
+
+def test_what_a_pipeline_sends_and_waits_for(tiny):
+    lines = report(load_config(tiny, PIPELINE), 4).splitlines()
+    # 4 micro-batches of one sequence of 16 tokens, 8 numbers of 4 bytes each.
+    sent = lines.index("bytes that a rank sends to other stages in a step")
+    assert lines[sent + 1 : sent + 3] == [
+        "  ranks 0 to 1: 2,048 bytes = 4 micro-batches x (1 activations + 0 gradients) x 512 bytes",
+        "  ranks 2 to 3: 2,048 bytes = 4 micro-batches x (0 activations + 1 gradients) x 512 bytes",
+    ]
+    waiting = lines.index("activations that wait for their backward")
+    assert lines[waiting + 1 : waiting + 3] == [
+        "  ranks 0 to 1: activations of at most 2 of 4 micro-batches",
+        "  ranks 2 to 3: activations of at most 1 of 4 micro-batches",
+    ]
+    assert lines[-2:] == [
+        "  ideal bubble: 20.0% of the step = (p - 1) / (m + p - 1), p = pipeline (2), m = micro-batches (4); Narayanan et "
+        "al., 2021",
+        "    for stages of equal time, in which either half of a backward takes as long as a forward",
+    ]
+    # 64 tokens x 2 choices x 2 layers x 1/2 away, on the ranks of the last stage.
+    assert "    rows of the experts, with an even load: 17,408 bytes = 17.0 KiB = 128 rows x 136 bytes" in lines
+
+
+def test_a_v_sends_nothing_where_it_turns_and_ties_its_embedding_on_one_rank(tiny):
+    settings = [*PIPELINE, "parallel.pipeline_schedule=zbv", "model.tied_embeddings=true"]
+    text = report(load_config(tiny, settings), 4)
+    assert "stage 3 on ranks 0 to 1: layer 3 (1 with experts), norm, head, which is the embedding\n" in text
+    assert "ranks 0 to 1: 4,096 bytes = 4 micro-batches x (1 activations + 1 gradients) x 512 bytes" in text
+    assert "ranks 2 to 3: 4,096 bytes = 4 micro-batches x (1 activations + 1 gradients) x 512 bytes" in text
+    assert "ranks 2 to 3: activations of at most 4 of 8 passes of a stage" in text
+    assert (
+        "ideal bubble: 4.0% of the step = (p - 1) / (6 m + p - 1), p = pipeline (2), m = micro-batches (4); Qi" in text
+    )
+
+
+def test_a_tied_embedding_at_both_ends_is_on_both_and_its_state_is_spread_over_both(tiny):
+    apart = report(load_config(tiny, [*PIPELINE, "model.tied_embeddings=true"]), 4)
+    assert "norm, head, which is the embedding once more\n" in apart
+    # Buckets of 64: of the embedding a rank has a quarter, 80 numbers in 4 shards of 64; of the rest a half.
+    alone = report(load_config(tiny, PIPELINE), 4)
+    assert "collectives for both: 3" in alone
+    assert "collectives for both: 5" in apart
+
+
+@pytest.mark.parametrize(("saved_rows", "num_buffers"), [("copy", 3 + 2), ("lease", 2 + 2), ("fetch", 4)])
+def test_row_buffers_of_a_pipeline_count_the_micro_batches_under_way(tiny, saved_rows, num_buffers):
+    """Stage 0 has one layer with experts, and two micro-batches wait for their backward."""
+    settings = [*PIPELINE, "parallel.layers_per_stage=[2, 2]", "parallel.dispatcher=rowwise"]
+    config = load_config(tiny, [*settings, f"parallel.saved_rows={saved_rows}"])
+    spec = config.model.to_spec(10, 16, None)
+    plan = make_plan(config.parallel, 4, 4)
+    part = rank_parts(spec, _parameter_shapes(spec), make_stages(config.parallel, 4), 4)[0]
+    tokens = 2 * 16 * 32 if saved_rows == "fetch" else 0
+    assert _buffer_bytes(config, spec, plan, part) == num_buffers * 64 * 32 + tokens
 
 
 def test_the_parameters_are_all_tensors_but_the_selection_bias(tiny):

@@ -207,6 +207,39 @@ ONE_FAULT = [
     ("optimizer.betas=[0.9, 1.0]", "optimizer: betas ([0.9, 1.0]) must each be at least 0 and below 1"),
     ("optimizer.decay_steps=3", 'optimizer: decay_steps (3) belongs to the schedule "wsd"'),
     ("parallel.pipeline=0", "parallel: pipeline (0) must be at least 1"),
+    (
+        "parallel.pipeline_schedule=fast",
+        'parallel.pipeline_schedule must be one of "gpipe", "1f1b", "interleaved_1f1b"',
+    ),
+    ("parallel.layers_per_stage=[2]", "parallel: layers_per_stage does nothing with pipeline (1)"),
+    (
+        "parallel.layers_per_stage=1+1",
+        'parallel.layers_per_stage must be a list of values, each a whole number, not "1',
+    ),
+    (
+        "parallel.pipeline=2 parallel.pipeline_schedule=gpipe parallel.layers_per_stage=[2,1]",
+        "parallel: layers_per_stage (2, 1) adds up to 3, and num_layers is 2",
+    ),
+    (
+        "parallel.pipeline=2",
+        "in a step (1 = sequences_per_step (16) / (data (8) x sequences_per_micro_batch (2))) must be at least 2, the ",
+    ),
+    (
+        "parallel.pipeline=4 parallel.pipeline_schedule=gpipe",
+        "(2) must be at least the number of stages (4) = pipeline (4) x stages_per_rank (1); largest pipeline: 2",
+    ),
+    (
+        "parallel.pipeline=2 parallel.pipeline_schedule=zbv model.num_layers=7",
+        "nearest: 4 or 8; or set layers_per_stage, for example to [2, 2, 2, 1]",
+    ),
+    (
+        "parallel.pipeline=2 parallel.data=2 parallel.data_parallel=fsdp parallel.expert=1",
+        'parallel: pipeline (2) must be 1 with data_parallel ("fsdp")',
+    ),
+    (
+        "parallel.pipeline=2 parallel.pipeline_schedule=zbv model.num_layers=4 optimizer.gradient_sharding=true",
+        "optimizer: gradient_sharding (true) needs parallel.pipeline (2) to be 1",
+    ),
     ("parallel.dispatcher=pigeon", "parallel: dispatcher ('pigeon') is unknown; known: "),
     ("parallel.expert=16", "parallel: expert (16) must divide data (8)"),
     ("parallel.timeout_s=0", "parallel: timeout_s (0.0)"),
@@ -293,6 +326,7 @@ def test_a_missing_file(tmp_path):
         ("run_folder='2024'", ("run_folder",), "2024"),
         ("run_folder=2024-01-01", ("run_folder",), "2024-01-01"),
         ("run_folder=a\nseed = 5", ("run_folder",), "a\nseed = 5"),
+        ("parallel.layers_per_stage=[]", ("parallel", "layers_per_stage"), ()),
         ("checkpoint.every=5", ("checkpoint", "every"), 5),  # a table that the file does not have
     ],
 )
@@ -332,11 +366,32 @@ def test_a_config_survives_json(minimal):
         (["parallel.data=-1"], 8),
         (["parallel.data=-1", "parallel.expert=-1"], 1),
         (["parallel.data=16"], 16),
+        (["parallel.pipeline=2"], 16),
+        (["parallel.pipeline=2", "parallel.data=-1", "parallel.expert=-1"], 2),
     ],
 )
 def test_the_smallest_world(minimal, overrides, expected):
     config = load_config(minimal, [*overrides, "train.sequences_per_step=32"])
     assert smallest_world(config) == expected
+
+
+def test_layers_of_each_stage_are_read_and_kept(minimal):
+    settings = ["parallel.pipeline=2", "parallel.pipeline_schedule=gpipe", "parallel.layers_per_stage=[0, 2]"]
+    config = load_config(minimal, settings)
+    assert config.parallel.layers_per_stage == (0, 2)
+    assert config_from_dict(json.loads(json.dumps(config_to_dict(config)))) == config
+
+
+def test_all_that_is_wrong_with_a_pipeline_is_in_one_report(minimal):
+    settings = ["parallel.pipeline=4", "parallel.pipeline_schedule=dualpipev", "parallel.layers_per_stage=[1, -1, 1]"]
+    assert [re.sub(r"; .*", "", problem) for problem in problems_of(minimal, *settings)] == [
+        "parallel: layers_per_stage (1, -1, 1) must have 8 numbers, one for each of the stages (8) = pipeline (4) x "
+        "stages_per_rank (2)",
+        "parallel: layers_per_stage (1, -1, 1) leaves stage 1 empty",
+        "parallel: layers_per_stage (1, -1, 1) adds up to 1, and num_layers is 2",
+        "train: micro-batches of a rank in a step (1 = sequences_per_step (16) / (data (8) x sequences_per_micro_batch "
+        '(2))) must be at least 8, the number of stages, with pipeline_schedule ("dualpipev")',
+    ]
 
 
 def test_the_world_decides_what_minus_one_means(minimal):

@@ -74,7 +74,6 @@ def test_bfloat16_is_as_near_as_plain_torch() -> None:
     rounded = [value.detach().bfloat16() if value.is_floating_point() else value for value in exact_values]
     exact_values = [value.double() if value.is_floating_point() else value for value in rounded]
     found = []
-    # A sum of hundreds of tokens, and a gradient that bfloat16 cannot hold.
     for values, function in (
         (exact_values, _plain),
         (rounded, _plain),
@@ -86,6 +85,18 @@ def test_bfloat16_is_as_near_as_plain_torch() -> None:
     for exact, plain, ours in zip(*found, strict=True):
         allowed = 2 * (plain.double() - exact).norm() + 1e-6 * exact.norm()
         assert (ours.double() - exact).norm() <= allowed
+
+
+def test_the_gradient_of_the_loss_is_not_rounded() -> None:
+    hidden_TD, weight_VD, targets_T = _values(torch.bfloat16)
+    # bfloat16 would make it 1, and all gradients too small by 0.4 %.
+    factor = 1.0039
+    grads = []
+    for one in (1.0, factor):
+        loss = one * chunked_cross_entropy_sum(hidden_TD, weight_VD, targets_T)
+        grads.append(torch.autograd.grad(loss, hidden_TD)[0])
+    assert torch.equal(grads[1], (grads[0].float() * factor).bfloat16())
+    assert not torch.equal(grads[1], grads[0])
 
 
 def test_equal_inputs_give_equal_bits_and_padding_gives_nothing() -> None:

@@ -72,8 +72,17 @@ def rank_parts(
         }
         # Without a pipeline the backward of a micro-batch comes right after its forward.
         in_flight = most_in_flight(stages, index, num_micro_batches) if stages.num_ranks > 1 else 1
-        num_moe_layers = sum(layer >= spec.num_dense_layers for layer in layers)
-        parts.append(RankPart(index=index, stages=own, shapes=held, num_moe_layers=num_moe_layers, in_flight=in_flight))
+        moe_layers = [sum(layer >= spec.num_dense_layers for layer in stage.layers) for stage in own]
+        parts.append(
+            RankPart(
+                index=index,
+                stages=own,
+                shapes=held,
+                num_moe_layers=sum(moe_layers),
+                most_moe_layers=max(moe_layers),
+                in_flight=in_flight,
+            )
+        )
     return parts
 
 

@@ -31,8 +31,8 @@ class MuonConfig:
         scale: of the update of a matrix of R rows and C columns. "match_rms": 0.2 sqrt(max(R, C)), with which rates and
             decay of AdamW fit (Liu and others, "Muon is Scalable for LLM Training", arXiv:2502.16982); "spectral":
             sqrt(max(1, R / C)), as in https://github.com/KellerJordan/Muon.
-        dtype: of the iteration, and of what ranks exchange for it. "auto" takes bf16 for bf16 parameters and fp32 for all
-            others: an update in bf16 is good to 1 %, and another last bit of a gradient gives another one.
+        dtype: of the iteration, and of what ranks exchange for it. "auto" takes bf16 for bf16 parameters and fp32
+            for all others: in bf16 another last bit of a gradient gives an update that is off by a percent.
     """
 
     exclude: tuple[str, ...] = ("embed*", "head*", "lm_head*", "*router*")

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from torch.distributed import P2POp
 from torch.distributed.pipelining import PipelineStage
 
 __all__ = ["WatchedStage"]
@@ -33,6 +34,10 @@ class WatchedStage(PipelineStage):
         """Compute the weight gradients of one micro-batch, as the base class does."""
         with self._watched():
             super().backward_weight_one_chunk(*args, **kwargs)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[P2POp]:
+        # In torch 2.10 a rank with two neighbouring stages greets itself here, which gloo can not do.
+        return [one for one in super()._get_init_p2p_neighbors_ops() if one.group_peer != self.group_rank]
 
     @contextmanager
     def _watched(self) -> Iterator[None]:

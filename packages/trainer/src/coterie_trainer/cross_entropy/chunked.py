@@ -7,12 +7,14 @@ products in all, as without chunks. Nothing depends on the order of threads: equ
 Memory in bytes beside inputs and parameters, for T tokens in chunks of C, width D, vocabulary V and b bytes a number:
 
     in the forward      C V b, logits that the gradient overwrites; without the fused kernel also C V 4 where b < 4
+                        and V D 4 once more where torch cannot add 16-bit products to fp32 sums
     until the backward  T D b, the gradient of the hidden states, and V D 4 (8 in fp64), that of the weight
     T 4                 the losses of the tokens
 
 A gradient that nobody needs is neither computed nor kept; under ``no_grad`` that is both.
 """
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any, cast
@@ -117,11 +119,24 @@ def _add_product(total_VD: Tensor, grad_CV: Tensor, hidden_CD: Tensor, *, is_fir
         torch.addmm(total_VD, grad_CV.T, hidden_CD, beta=0 if is_first else 1, out=total_VD)
     elif total_VD.is_cuda and is_first:
         torch.ops.aten.mm.dtype_out(grad_CV.T, hidden_CD, total_VD.dtype, out=total_VD)
-    elif total_VD.is_cuda:
+    elif total_VD.is_cuda and _adds_to_fp32(grad_CV.dtype):
         torch.ops.aten.addmm.dtype_out(total_VD, grad_CV.T, hidden_CD, total_VD.dtype, out=total_VD)
+    elif total_VD.is_cuda:
+        total_VD.add_(torch.ops.aten.mm.dtype(grad_CV.T, hidden_CD, total_VD.dtype))
     else:
         wide = total_VD.dtype
         torch.addmm(total_VD, grad_CV.T.to(wide), hidden_CD.to(wide), beta=0 if is_first else 1, out=total_VD)
+
+
+@functools.cache
+def _adds_to_fp32(dtype: torch.dtype) -> bool:
+    """Return whether torch adds a product of 16-bit matrices to an fp32 one; its first version of the call refuses."""
+    total, factor = torch.zeros(16, 16, device="cuda"), torch.zeros(16, 16, device="cuda", dtype=dtype)
+    try:
+        torch.ops.aten.addmm.dtype_out(total, factor, factor, torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _softmax_of(device: torch.device) -> _Softmax:

@@ -66,9 +66,9 @@ class Layout:
 
     @property
     def layers_per_stage(self) -> tuple[int, ...]:
-        """The numbers that the setting of this name says; none if it is not there or holds something else."""
-        parts = dict(self.settings).get("layers_per_stage", "").split("+")
-        return tuple(map(int, parts)) if all(part.isdecimal() for part in parts) else ()
+        """The numbers of the setting of this name; none where it is not there."""
+        stated = dict(self.settings).get("layers_per_stage")
+        return () if stated is None else tuple(map(int, stated.split("+")))
 
     def __str__(self) -> str:
         counts = [(name, getattr(self, name)) for name in _COUNTS]
@@ -91,6 +91,8 @@ def parse_layout(text: str) -> tuple[Layout | None, list[str]]:
             problems.append(f"{name!r} is unknown; known: {', '.join(known)}")
         elif name in counts or name in settings:
             problems.append(f"{name} is given twice")
+        elif name == "layers_per_stage" and not all(size.isdecimal() for size in value.split("+")):
+            problems.append(f"{name} ({value}) must be whole numbers joined by +, as in 1+2")
         elif name not in _COUNTS:
             settings[name] = value
         elif not value.isdecimal() or int(value) < 1:
@@ -120,7 +122,7 @@ def layout_config(layout: Layout, config: Config) -> Config:
         if name == "recompute":
             table["train"]["recompute"] = [] if value == "none" else value.split("+")
         elif name == "layers_per_stage":
-            table["parallel"][name] = list(layout.layers_per_stage) or value
+            table["parallel"][name] = list(layout.layers_per_stage)
         else:
             table_name = "optimizer" if name in _OPTIMIZER else "parallel"
             malformed = apply_override(table, f"{table_name}.{_LONG.get(name, name)}={value}")

@@ -42,6 +42,13 @@ def verify_problems(config: Config, layouts: Sequence[Layout]) -> list[str]:
             f"the layouts together need a step of {count} sequences, a multiple of every data x accumulation; at most "
             f"{MOST_SEQUENCES} work: compare fewer layouts at a time"
         )
+    stated = sorted({sum(layout.layers_per_stage) for layout in layouts if layout.layers_per_stage})
+    num_layers = _num_layers(config, layouts)
+    if stated and stated != [num_layers]:
+        found.append(
+            f"layers_per_stage of the layouts adds up to {' or '.join(map(str, stated))}, and another layout needs a "
+            f"model of {num_layers} layers; compare them apart"
+        )
     small = scaled(config, Path("verify"), layouts)
     found += [f'layout "{layout}": {problem}' for layout in layouts for problem in layout_problems(layout, small)]
     return found

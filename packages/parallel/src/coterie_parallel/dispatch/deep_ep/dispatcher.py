@@ -15,6 +15,7 @@ from coterie_parallel.dispatch.deep_ep.options import DeepEPOptions
 from coterie_parallel.dispatch.deep_ep.package import find_package, pick_surface
 from coterie_parallel.dispatch.deep_ep.transport import Transport
 from coterie_parallel.dispatch.deep_ep.trip import Trip, collect_finish, collect_start, send_finish, send_start
+from coterie_parallel.dispatch.eager import runs_eagerly
 from coterie_parallel.dispatch.options import DispatchOptions
 from coterie_parallel.dispatch.route import check_handle, check_rows, takes_backward
 
@@ -127,10 +128,12 @@ class DeepEPDispatcher(Dispatcher):
             )
         return found
 
+    @runs_eagerly
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
         """See `Dispatcher.dispatch`; ids outside [-1, E) count as not routed, and `grow` raises for them."""
         return self.dispatch_finish(self.dispatch_start(x_TD, ids_TK, weights_TK))
 
+    @runs_eagerly
     def dispatch_start(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> tuple[Tensor, Trip]:
         """See `Dispatcher.dispatch_start`."""
         self.check_arguments(x_TD, ids_TK, weights_TK, reads_ids=False)
@@ -149,6 +152,7 @@ class DeepEPDispatcher(Dispatcher):
         )
         return send_start(x_TD, weights_TK, trip), trip
 
+    @runs_eagerly
     def dispatch_finish(self, pending: tuple[Tensor, Trip]) -> Dispatched:
         """See `Dispatcher.dispatch_finish`."""
         rows_RD, row_weights_R, offsets_e = send_finish(*pending)
@@ -156,10 +160,12 @@ class DeepEPDispatcher(Dispatcher):
         torch.maximum(most, offsets_e[-1], out=most)
         return Dispatched(rows_RD, row_weights_R, offsets_e, pending[1])
 
+    @runs_eagerly
     def combine(self, rows_RD: Tensor, handle: Trip) -> Tensor:
         """See `Dispatcher.combine`."""
         return self.combine_finish(self.combine_start(rows_RD, handle))
 
+    @runs_eagerly
     def combine_start(self, rows_RD: Tensor, handle: Trip) -> tuple[Tensor, Trip]:
         """See `Dispatcher.combine_start`."""
         check_handle(isinstance(handle, Trip) and handle.transport is self._transport, handle)
@@ -168,6 +174,7 @@ class DeepEPDispatcher(Dispatcher):
             raise ValueError(f"dtype of rows_RD ({rows_RD.dtype}) must be torch.bfloat16 with DeepEP; cast the rows")
         return collect_start(rows_RD, handle), handle
 
+    @runs_eagerly
     def combine_finish(self, pending: tuple[Tensor, Trip]) -> Tensor:
         """See `Dispatcher.combine_finish`."""
         return collect_finish(*pending)

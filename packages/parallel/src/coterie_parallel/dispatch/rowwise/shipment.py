@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
+from coterie_parallel.dispatch.eager import runs_eagerly
 from coterie_parallel.dispatch.options import SavedRows
 from coterie_parallel.dispatch.rowwise.buffers import Lease, alias
 from coterie_parallel.dispatch.rowwise.exchange import RowExchange
@@ -149,6 +150,7 @@ class Shipment:
             self.exchange.buffers.give_back(self._lease)
             self._lease = None
 
+    @runs_eagerly
     def _pack(self, saved: Tensor) -> Tensor | Callable[[], Tensor]:
         """Replace what is a view of the received rows by a way to have it again."""
         rows_CD = self._rows.local
@@ -168,6 +170,7 @@ class Shipment:
         return fetched
 
 
+@runs_eagerly
 def _unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
     return packed if isinstance(packed, Tensor) else packed()
 
