@@ -66,7 +66,7 @@ def inputs() -> Tensor:
 
 def live_bytes(compute: Callable[[], object]) -> int:
     """Return what is allocated by ``compute`` and still there while its value is."""
-    # acc_events is the default, and torch before 2.11 warns where it is not given.
+    # Without acc_events torch 2.10 warns that the events of earlier cycles are gone.
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         value = compute()
     events = profiler.profiler.kineto_results.events()

@@ -242,21 +242,26 @@ def norm_rows(case: Case, setup: Setup) -> Iterator[Row]:
 # The step's own parts: the modules of its model, with its optimizer
 
 
-def moe_pass(moe: MoE, x_TD: Tensor, grad_TD: Tensor) -> Callable[[], Tensor]:
+def moe_pass(moe: MoE, x_TD: Tensor, grad_TD: Tensor, *, direct: bool = False) -> Callable[[], Tensor]:
+    """Return forward and backward of the block; ``direct``: the experts gather and sum themselves, no dispatcher."""
     is_real_T = torch.ones(len(x_TD), dtype=torch.bool, device=x_TD.device)
 
     def run() -> Tensor:
         x_TD.grad = None
-        y_TD, _ = moe(x_TD, is_real_T)
+        if direct:
+            routing = moe.router(x_TD, is_real_T)
+            y_TD = moe.experts.forward_tokens(x_TD, routing.ids_TK, routing.weights_TK)
+            y_TD = y_TD if moe.shared is None else y_TD + moe.shared(x_TD)
+        else:
+            y_TD, _ = moe(x_TD, is_real_T)
         y_TD.backward(grad_TD)
         return y_TD.detach()
 
     return run
 
 
-def captured_row(moe: MoE, x_TD: Tensor, grad_TD: Tensor) -> Row:
+def captured_row(name: str, moe: MoE, run: Callable[[], Tensor], x_TD: Tensor) -> Row:
     """Capture forward and backward of the block, and replay them with tokens that go elsewhere."""
-    run = moe_pass(moe, x_TD, grad_TD)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -278,7 +283,7 @@ def captured_row(moe: MoE, x_TD: Tensor, grad_TD: Tensor) -> Row:
         is_equal = all(torch.equal(one, other) for one, other in zip(replayed, eager, strict=True))
         ms = Clock("cuda").ms(graph.replay)
     torch.cuda.current_stream().wait_stream(stream)
-    return {"name": "MoE block in a CUDA graph", "ms": ms, "equals_eager_with_other_routing": is_equal}
+    return {"name": f"{name}, CUDA graph", "ms": ms, "equals_eager_with_other_routing": is_equal}
 
 
 def step_rows(case: Case, setup: Setup) -> Iterator[Row]:
@@ -339,20 +344,23 @@ def step_rows(case: Case, setup: Setup) -> Iterator[Row]:
 
 
 def graph_rows(case: Case, setup: Setup) -> Iterator[Row]:
-    """Run the MoE block of one layer in a CUDA graph, with the router's own choice."""
-    if setup.device != "cuda":
-        return
+    """Run the MoE block of one layer by the router's own choice: eager, in a CUDA graph, and without a dispatcher."""
     one = replace(case, spec=replace(case.spec, num_layers=1))
     model, _, _ = make_step(one, replace(setup, load="router"))
     moe = model.layers[0].moe
     torch.manual_seed(0)
-    x_TD = torch.randn(case.tokens, case.spec.d_model, device="cuda").to(setup.dtype).requires_grad_()
+    x_TD = torch.randn(case.tokens, case.spec.d_model, device=setup.device).to(setup.dtype).requires_grad_()
     grad_TD = torch.randn_like(x_TD)
-    yield say(measured("MoE block, eager, router's choice", moe_pass(moe, x_TD, grad_TD), "cuda"))
-    try:
-        yield say(captured_row(moe, x_TD, grad_TD))
-    except RuntimeError as problem:
-        yield say({"name": "MoE block in a CUDA graph", "cannot": str(problem).splitlines()[0]})
+    for direct in (False, True):
+        name = "MoE block" + (", experts gather themselves" if direct else "")
+        run = moe_pass(moe, x_TD, grad_TD, direct=direct)
+        yield say(measured(f"{name}, eager", run, setup.device))
+        if setup.device == "cpu":
+            continue
+        try:
+            yield say(captured_row(name, moe, run, x_TD))
+        except RuntimeError as problem:
+            yield say({"name": f"{name}, CUDA graph", "cannot": str(problem).splitlines()[0]})
     model.close()
 
 

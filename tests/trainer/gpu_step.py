@@ -142,7 +142,9 @@ def waits_of(run: Callable[[], object]) -> list[str]:
     """Return where the host waits for the device in one call, "file:line in function", each place once."""
     found: dict[str, None] = {}
 
-    def note(*args: object, **named: object) -> None:
+    def note(message: object, *args: object, **named: object) -> None:
+        if "called a synchronizing" not in str(message):
+            return
         own = [one for one in traceback.extract_stack() if "/packages/" in one.filename]
         place = own[-1] if own else traceback.extract_stack()[-2]
         found[f"{Path(place.filename).name}:{place.lineno} in {place.name}: {place.line}"] = None

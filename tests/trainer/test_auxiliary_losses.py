@@ -22,7 +22,7 @@ class TwoRouters(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.spec = SimpleNamespace(num_layers=2, num_dense_layers=0, num_experts=4, top_k=2)
+        self.spec = SimpleNamespace(num_layers=2, num_dense_layers=0, num_experts=4, top_k=2, vocab_size=2)
         generator = torch.Generator().manual_seed(7)
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.routers = nn.ModuleList([Router(RouterConfig(d_model=WIDTH, num_experts=4, top_k=2)) for _ in range(2)])

@@ -189,9 +189,9 @@ def test_every_stage_of_a_pipeline_and_the_rank_that_needs_most(tiny):
         "",
     ]
     assert memory[0] == "  pipeline 1, which needs most:"
+    dense, experts = last - 4 * EXPERT, 4 * EXPERT
     assert (
-        memory[1]
-        == f"    parameters: {last:,} = {last - 4 * EXPERT:,} on every rank of its stages + {4 * EXPERT} of its own experts"
+        memory[1] == f"    parameters: {last:,} = {dense:,} on every rank of its stages + {experts} of its own experts"
     )
     sums = [line for line in memory if "; sum: " in line]
     assert [line.split(";")[0] for line in sums] == [
@@ -215,8 +215,8 @@ def test_what_a_pipeline_sends_and_waits_for(tiny):
         "  ranks 2 to 3: activations of at most 1 of 4 micro-batches",
     ]
     assert lines[-2:] == [
-        "  ideal bubble: 20.0% of the step = (p - 1) / (m + p - 1), p = pipeline (2), m = micro-batches (4); Narayanan et "
-        "al., 2021",
+        "  ideal bubble: 20.0% of the step = (p - 1) / (m + p - 1), p = pipeline (2), m = micro-batches (4); Narayanan "
+        "et al., 2021",
         "    for stages of equal time, in which either half of a backward takes as long as a forward",
     ]
     # 64 tokens x 2 choices x 2 layers x 1/2 away, on the ranks of the last stage.

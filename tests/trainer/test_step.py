@@ -25,7 +25,7 @@ class TableModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.spec = SimpleNamespace(num_layers=1, num_dense_layers=0, num_experts=2, top_k=2)
+        self.spec = SimpleNamespace(num_layers=1, num_dense_layers=0, num_experts=2, top_k=2, vocab_size=2)
         self.embed = nn.Embedding(2, 2)
         self.embed.weight.data = torch.tensor([[0.0, math.log(math.e - 1)], [0.0, math.log(math.e**3 - 1)]])
 

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from coterie_parallel import Mesh, Stages, all_reduce_sum
 from coterie_routing import (
     LoadSums,
@@ -31,11 +30,12 @@ from torch import Tensor
 
 from coterie_trainer.capacity import CapacityWatch
 from coterie_trainer.config import TrainConfig, bias_rule
+from coterie_trainer.cross_entropy import cross_entropy_sum
 from coterie_trainer.data.dataset import Batch
 from coterie_trainer.model import Decoder, dispatchers
 from coterie_trainer.pipeline import StageRunner
 
-__all__ = ["StepOptimizer", "StepResult", "Stepper", "cross_entropy_sum", "evaluate"]
+__all__ = ["PendingResult", "StepOptimizer", "StepResult", "Stepper", "evaluate"]
 
 
 class StepOptimizer(Protocol):
@@ -79,6 +79,41 @@ class StepResult:
     num_tokens: int
     bad_router_rows: int
     stop_requested: bool
+
+
+class PendingResult:
+    """The numbers of a step on their way to the host, which need not wait for them.
+
+    Args:
+        numbers: fp64, on the device: summed loss, number of stop requests, target tokens, real tokens, and what
+            `StepResult` names balance_loss, z_loss, load_imbalance, gradient_norm and bad_router_rows.
+    """
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if numbers.is_cuda:
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+        else:
+            self._numbers = numbers
+
+    def read(self) -> StepResult:
+        """Return the numbers; waits until the step has ended on the device."""
+        if self._event is not None:
+            self._event.synchronize()
+        loss, stops, num_targets, num_tokens, balance, z, imbalance, norm, bad_router_rows = self._numbers.tolist()
+        return StepResult(
+            loss=loss / max(1.0, num_targets),
+            balance_loss=balance,
+            z_loss=z,
+            load_imbalance=imbalance,
+            gradient_norm=norm,
+            num_tokens=int(num_tokens),
+            bad_router_rows=int(bad_router_rows),
+            stop_requested=stops > 0,
+        )
 
 
 class _StepSums:
@@ -143,7 +178,13 @@ class Stepper:
         self.capacity = CapacityWatch(dispatchers(model), mesh, self.device)
 
     def run(self, batches: Sequence[Batch], *, learning_rate: float, stop_requested: bool = False) -> StepResult:
+        """Make a step and wait for its numbers; the arguments are those of `start`."""
+        return self.start(batches, learning_rate=learning_rate, stop_requested=stop_requested).read()
+
+    def start(self, batches: Sequence[Batch], *, learning_rate: float, stop_requested: bool = False) -> PendingResult:
         """Accumulate the gradient over this rank's micro-batches, reduce it, and update the parameters.
+
+        The host waits for a GPU only where the dispatcher says so.
 
         Args:
             batches: micro-batches of this rank; every rank has the same number.
@@ -245,8 +286,8 @@ class Stepper:
 
     def _result(
         self, loss_sum: Tensor, layer_sums: list[LoadSums], totals: Tensor, gradient_norm: Tensor, stop: bool
-    ) -> StepResult:
-        """Sum what every rank saw in one collective, and read it in one copy to the host."""
+    ) -> PendingResult:
+        """Sum what every rank saw in one collective."""
         own = torch.stack([loss_sum, torch.full_like(loss_sum, float(stop))])
         packed = all_reduce_sum(torch.cat([own, pack(layer_sums)]), self.mesh.axis("world"))
         layer_sums = unpack(packed[own.numel() :], layer_sums)
@@ -256,18 +297,7 @@ class Stepper:
         imbalance_L = torch.stack([load_imbalance(sums.counts_E) for sums in layer_sums])
         bad_rows = torch.stack([sums.num_bad for sums in layer_sums]).sum().double()
         of_layers = torch.stack([balance_L.mean(), z_L.mean(), imbalance_L.max(), gradient_norm.double(), bad_rows])
-        numbers = torch.cat([packed[: own.numel()], totals.double(), of_layers]).tolist()
-        loss, stops, num_targets, num_tokens, balance, z, imbalance, norm, bad_router_rows = numbers
-        return StepResult(
-            loss=loss / max(1.0, num_targets),
-            balance_loss=balance,
-            z_loss=z,
-            load_imbalance=imbalance,
-            gradient_norm=norm,
-            num_tokens=int(num_tokens),
-            bad_router_rows=int(bad_router_rows),
-            stop_requested=stops > 0,
-        )
+        return PendingResult(torch.cat([packed[: own.numel()], totals.double(), of_layers]))
 
     def _balance(self, sums: LoadSums) -> Tensor:
         if self.config.balance_loss == "squared_load":
@@ -278,12 +308,6 @@ class Stepper:
 def _bias(router: Router) -> Tensor:
     assert router.selection_bias is not None, "config_problems lets no rule pass without a bias"
     return router.selection_bias
-
-
-def cross_entropy_sum(model: Decoder, hidden_BSD: Tensor, targets_BS: Tensor) -> Tensor:
-    """Return the sum of the cross-entropy in nats over positions that have a target (``targets_BS`` not -1)."""
-    logits = model.logits(hidden_BSD).flatten(0, 1).float()
-    return F.cross_entropy(logits, targets_BS.flatten(), ignore_index=_IGNORED, reduction="sum")
 
 
 @torch.no_grad()

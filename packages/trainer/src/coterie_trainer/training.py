@@ -2,9 +2,11 @@
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from coterie_export import ModelSpec
@@ -30,7 +32,7 @@ from coterie_trainer.metrics import EvaluationRecord, Reporter, StepRecord
 from coterie_trainer.model import build_model, placements
 from coterie_trainer.run_folder import check_same_run, locked, write_run
 from coterie_trainer.schedule import learning_rate
-from coterie_trainer.step import Stepper, StepResult, evaluate
+from coterie_trainer.step import PendingResult, Stepper, StepResult, evaluate
 
 __all__ = ["Run", "train"]
 
@@ -84,6 +86,9 @@ class Run:
         config: a config without problems.
         mesh: the named axes of ranks.
         device: where this rank computes.
+
+    Attributes:
+        steps_ahead: how many steps may be under way while the numbers of earlier ones are read.
     """
 
     def __init__(self, config: Config, mesh: Mesh, device: torch.device) -> None:
@@ -125,6 +130,8 @@ class Run:
         self.checkpoints = Checkpoints(config.run_folder, mesh.axis("world"), pipeline, keep=config.checkpoint.keep)
         self.step = 0
         self.tokens_seen = 0
+        # A GPU would idle while its host waits for the numbers of the newest step.
+        self.steps_ahead = 1 if device.type == "cuda" else 0
 
     def loop(self, stop: StopRequest) -> None:
         """Run the steps that are left, with evaluations and checkpoints where the config wants them."""
@@ -142,27 +149,40 @@ class Run:
                 note(f"going on from the checkpoint of step {latest}")
             elif config.train.evaluate_every:
                 self._evaluate(reporter, stop)
-            with prefetch(self.batches, self.step, steps) as stream:
+            with prefetch(self.batches, self.step, steps, pin_memory=self.mesh.device.type == "cuda") as stream:
                 clock = _Clock()
+                on_the_way: deque[_Step] = deque()
                 for batches in stream:
                     rate = self._rate()
-                    result = self.stepper.run(batches, learning_rate=rate, stop_requested=stop.requested)
-                    self._show_notes(reporter)
+                    pending = self.stepper.start(batches, learning_rate=rate, stop_requested=stop.requested)
                     self.step += 1
-                    self.tokens_seen += result.num_tokens
-                    clock.add(result.num_tokens, stream.waited_s)
-                    is_last = self.step == steps or result.stop_requested
-                    if reporter and (self.step % config.log.every == 0 or is_last):
-                        reporter.step(self._record(result, rate, clock))
-                    if self.step == steps or _is_due(self.step, config.train.evaluate_every):
+                    on_the_way.append(_Step(self.step, rate, pending, stream.waited_s))
+                    evaluates = self.step == steps or _is_due(self.step, config.train.evaluate_every)
+                    saves = self.step == steps or _is_due(self.step, config.checkpoint.every)
+                    num_kept = 0 if evaluates or saves else self.steps_ahead
+                    is_stopped = False
+                    while len(on_the_way) > (0 if is_stopped else num_kept):
+                        is_stopped |= self._take_in(on_the_way.popleft(), reporter, clock)
+                    if evaluates:
                         self._evaluate(reporter, stop)
-                    if is_last or _is_due(self.step, config.checkpoint.every):
+                    if saves or is_stopped:
                         self.save()
-                    if result.stop_requested and self.step < steps:
+                    if is_stopped and self.step < steps:
                         note(f"interrupted: stopped after step {self.step}; start the same command again to go on")
                         return
             if stop.requested:
                 note(f"interrupted: the run is complete at step {self.step}")
+
+    def _take_in(self, step: "_Step", reporter: Reporter | None, clock: "_Clock") -> bool:
+        """Count and report a step that has ended; return whether any rank was asked to stop."""
+        result = step.pending.read()
+        self.tokens_seen += result.num_tokens
+        clock.add(result.num_tokens, step.waited_s)
+        self._show_notes(reporter)
+        is_last = self.step == self.config.train.steps or result.stop_requested
+        if reporter and (step.number % self.config.log.every == 0 or is_last):
+            reporter.step(self._record(step, result, clock))
+        return result.stop_requested
 
     def close(self) -> None:
         """Give up the buffers that the model shares with other ranks; after an error too."""
@@ -255,15 +275,15 @@ class Run:
             if reporter:
                 reporter.note(text)
 
-    def _record(self, result: StepResult, rate: float, clock: "_Clock") -> StepRecord:
+    def _record(self, step: "_Step", result: StepResult, clock: "_Clock") -> StepRecord:
         tokens_per_second, data_wait_fraction, step_s = clock.read()
         return StepRecord(
-            step=self.step,
+            step=step.number,
             loss=result.loss,
             balance_loss=result.balance_loss,
             z_loss=result.z_loss,
             gradient_norm=result.gradient_norm,
-            learning_rate=rate,
+            learning_rate=step.rate,
             load_imbalance=result.load_imbalance,
             tokens=self.tokens_seen,
             bad_router_rows=result.bad_router_rows,
@@ -272,7 +292,7 @@ class Run:
             replays=self.stepper.capacity.num_replays,
             tokens_per_second=tokens_per_second,
             data_wait_fraction=data_wait_fraction,
-            remaining_s=step_s * (self.config.train.steps - self.step),
+            remaining_s=step_s * (self.config.train.steps - step.number),
         )
 
     @contextmanager
@@ -292,6 +312,15 @@ class Run:
             yield reporter
         finally:
             reporter.close()
+
+
+class _Step(NamedTuple):
+    """A step whose numbers may still be on their way, its learning rate, and the time waited for data until then."""
+
+    number: int
+    rate: float
+    pending: PendingResult
+    waited_s: float
 
 
 class _Clock:

@@ -29,8 +29,8 @@ def runs_eagerly(function: Callable[_Arguments, _Result]) -> Callable[_Arguments
             if "torch._dynamo" not in sys.modules:
                 return function(*args, **kwargs)
             # The frame of `call`, one code for all that is wrapped, is of no use to the compiler either.
-            torch._dynamo.eval_frame.skip_code(call.__code__)
-            disabled = torch.compiler.disable(function)
+            torch._dynamo.eval_frame.skip_code(call.__code__)  # type: ignore[attr-defined]
+            disabled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
         return disabled(*args, **kwargs)
 
     # What torch.compiler.disable sets, and all that the compiler looks for.

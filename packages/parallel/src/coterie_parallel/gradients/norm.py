@@ -26,11 +26,7 @@ def global_gradient_norm(gradients: Iterable[Tensor], mesh: Mesh, *, order: floa
     """
     if order not in (2.0, math.inf):
         raise ValueError(f"order ({order}) must be 2.0 or math.inf")
-    norms = [
-        torch.linalg.vector_norm(part, order, dtype=torch.float64)
-        for grad in gradients
-        for part in _parts(grad)
-    ]
+    norms = [torch.linalg.vector_norm(part, order, dtype=torch.float64) for grad in gradients for part in _parts(grad)]
     # fp64, as the squares of fp32 numbers do not all fit into fp32.
     own = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=mesh.device)
     if order == 2.0:
@@ -42,7 +38,7 @@ def _parts(grad: Tensor) -> Sequence[Tensor]:
     if grad.numel() == 0:
         return []
     # On a CPU torch copies what it is given to fp64 first; the copy of a part stays in the cache.
-    return [grad] if grad.is_cuda else grad.flatten().split(_PART_NUMEL)
+    return [grad] if grad.is_cuda else torch.split(grad.flatten(), _PART_NUMEL)
 
 
 def global_sums(values: Sequence[Tensor], mesh: Mesh) -> Tensor:

@@ -49,11 +49,19 @@ class Batch:
     document_ids_BS: torch.Tensor
 
     def to(self, device: torch.device | str) -> "Batch":
-        """Return the batch on another device."""
+        """Return the batch on another device; from pinned memory the host does not wait for the copy."""
         return Batch(
-            tokens_BS=self.tokens_BS.to(device),
-            targets_BS=self.targets_BS.to(device),
-            document_ids_BS=self.document_ids_BS.to(device),
+            tokens_BS=self.tokens_BS.to(device, non_blocking=True),
+            targets_BS=self.targets_BS.to(device, non_blocking=True),
+            document_ids_BS=self.document_ids_BS.to(device, non_blocking=True),
+        )
+
+    def pin_memory(self) -> "Batch":
+        """Return the batch in memory that a GPU copies from by itself."""
+        return Batch(
+            tokens_BS=self.tokens_BS.pin_memory(),
+            targets_BS=self.targets_BS.pin_memory(),
+            document_ids_BS=self.document_ids_BS.pin_memory(),
         )
 
     def padding(self) -> "Batch":
@@ -272,9 +280,10 @@ class Prefetch:
     asked for. Use it in a ``with`` block, or call ``close()``: then the thread has ended.
     """
 
-    def __init__(self, batches: TrainBatches, start: int, stop: int) -> None:
+    def __init__(self, batches: TrainBatches, start: int, stop: int, pin_memory: bool) -> None:
         self.waited_s = 0.0
         self._batches = batches
+        self._pin_memory = pin_memory
         self._next = start
         self._stop = stop
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="coterie-data")
@@ -282,8 +291,12 @@ class Prefetch:
         self._submit()
 
     def _submit(self) -> None:
-        self._ahead = self._pool.submit(self._batches.step, self._next) if self._next < self._stop else None
+        self._ahead = self._pool.submit(self._read, self._next) if self._next < self._stop else None
         self._next += 1
+
+    def _read(self, step: int) -> list[Batch]:
+        batches = self._batches.step(step)
+        return [batch.pin_memory() for batch in batches] if self._pin_memory else batches
 
     def __iter__(self) -> Iterator[list[Batch]]:
         return self
@@ -316,9 +329,12 @@ class Prefetch:
         self.close()
 
 
-def prefetch(batches: TrainBatches, start: int, stop: int) -> Prefetch:
-    """Return an iterator over the batches of steps ``start`` to ``stop - 1`` that reads one step ahead in a thread."""
-    return Prefetch(batches, start, stop)
+def prefetch(batches: TrainBatches, start: int, stop: int, *, pin_memory: bool = False) -> Prefetch:
+    """Return an iterator over the batches of steps ``start`` to ``stop - 1`` that reads one step ahead in a thread.
+
+    With ``pin_memory`` the thread also puts them where a GPU copies from by itself.
+    """
+    return Prefetch(batches, start, stop, pin_memory)
 
 
 def permute(places: NDArray[np.int64], count: int, seed: int, epoch: int) -> NDArray[np.int64]:

@@ -1,18 +1,20 @@
 """The peer tensors of one rank: made at first use, used again by every layer.
 
-Peak bytes of rows on a rank, C rows of a buffer, r = D * itemsize bytes of a row, L layers whose backward is to come, T
-tokens of this rank:
+Peak bytes of rows on a rank, C rows of a buffer, r = D * itemsize bytes of a row, T tokens of this rank, and L
+dispatches whose backward is to come, which are the layers of the rank times the micro-batches that a pipeline has in
+flight there:
 
     saved_rows   peer memory        other memory
     copy         3 * C * r          L * C * r       a copy of the rows of each layer
     lease        (L + 2) * C * r    0               the rows of each layer stay where they came
     fetch        4 * C * r          L * T * r       the tokens of each layer, where nothing else keeps them
 
-All have one buffer for what a rank lays out for others to read ("offered": outputs, and gradients of rows in the
-backward pass) and one for gradients that come; "copy" one for the rows that come, "lease" one for each
-layer, and "fetch" one for rows that come and one for rows that come again. Besides, each layer keeps the weights of its
-rows (4 * C bytes) and the places of its pairs (12 * T * K bytes), and buffers of a weight for each row take 8 * C.
-Gradients have a buffer of their own because a recomputed forward pass may send rows while gradients are in use.
+The pool of leases grows to L by itself, and stays. All have one buffer for what a rank lays out for others to read
+("offered": outputs, and gradients of rows in the backward pass) and one for gradients that come; "copy" one for the
+rows that come, "lease" one for each layer, and "fetch" one for rows that come and one for rows that come again.
+Besides, each layer keeps the weights of its rows (4 * C bytes) and the places of its pairs (12 * T * K bytes), and
+buffers of a weight for each row take 8 * C. Gradients have a buffer of their own because a recomputed forward pass may
+send rows while gradients are in use.
 """
 
 import weakref
