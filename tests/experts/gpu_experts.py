@@ -179,7 +179,7 @@ def check_long_batches() -> None:
 
 
 def check_activation(size: Size, activation: str, bias: bool) -> str:
-    """Hold values and gradients to the reference by norm, as above; the same bits again, deferred and in `main_grad`."""
+    """Hold values and gradients to the reference by norm, as above; deferred in `main_grad`, the same bits again."""
     x, ids, weights, _, down, grad_y = make(size, "zipf")
     ids[::5, 1] = -1
     weights[3] = 0.0

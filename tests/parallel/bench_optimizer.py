@@ -45,7 +45,8 @@ def _make_ours(model: Given, rank: int, world: int) -> Optimizer:
 
 def _assert_same_weights(ours: Given, theirs: Given) -> None:
     for one, other in zip(ours.weights, theirs.weights, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        # Where the gradients of the ranks cancel, the order of their sum shows in the first step of Adam.
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=CONFIG.learning_rate / 20)
 
 
 def bench_one_rank() -> Iterator[Pair]:

@@ -324,3 +324,15 @@ def test_deferred_weight_gradients_are_added_once_and_in_fp32_where_there_is_a_m
         layer(x)
     weights.take()()
     torch.testing.assert_close(layer.weight.main_grad, expected)
+
+
+def test_a_bias_gets_its_gradient_at_once() -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(4, 3), torch.randn(5, 4)
+    expected = layer(x)
+    weights = WeightGradients()
+    weights.of_linear_layers(layer)
+    torch.testing.assert_close(layer(x), expected)
+    layer(x).sum().backward()
+    assert torch.equal(layer.bias.grad, torch.full((3,), 5.0))
+    assert layer.weight.grad is None

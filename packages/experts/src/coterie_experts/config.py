@@ -20,7 +20,7 @@ class ExpertsConfig:
         d_hidden: hidden width H of one expert.
         num_experts: number E of experts in the layer, over all ranks.
         backend: ``reference`` (loops, any dtype), ``torch`` (``F.grouped_mm``), ``triton`` (our kernels, bfloat16 on
-            compute capability 9, SwiGLU without biases), the extras ``quack`` (kernels of quack-kernels, likewise) and
+            compute capability 9), the extras ``quack`` (kernels of quack-kernels, likewise, SwiGLU without biases) and
             ``te`` (GroupedLinear of Transformer Engine), or ``auto``, which takes the one that was measured fastest
             among those that can run. A named back-end never falls back to another.
         activation: ``swiglu``, ``swiglu_clamped`` or ``relu_squared``; see ``Activation``.

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +18,9 @@ class WeightGradients:
         self._jobs: list[Callable[[], None]] = []
 
     def of_linear_layers(self, module: nn.Module) -> None:
-        """Let every `nn.Linear` without a bias inside ``module`` leave its weight gradient to this."""
+        """Let every `nn.Linear` inside ``module`` leave its weight gradient to this, not that of its bias."""
         for one in module.modules():
-            if isinstance(one, nn.Linear) and one.bias is None:
+            if isinstance(one, nn.Linear):
                 one.forward = partial(_linear, one, self.put)  # type: ignore[method-assign]
 
     def put(self, job: Callable[[], None]) -> None:
@@ -40,10 +40,11 @@ class WeightGradients:
 
 
 def _linear(layer: nn.Linear, put: Callable[[Callable[[], None]], None], x: Tensor) -> Tensor:
+    bias = cast("Tensor | None", layer.bias)
     if not torch.is_grad_enabled():
-        return F.linear(x, layer.weight)
-    out: Tensor = _Linear.apply(x, layer.weight, put)  # type: ignore[no-untyped-call]
-    return out
+        return F.linear(x, layer.weight, bias)
+    out: Tensor = _Linear.apply(x, layer.weight, put)
+    return out if bias is None else out + bias
 
 
 class _Linear(torch.autograd.Function):
