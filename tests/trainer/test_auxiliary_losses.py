@@ -30,7 +30,7 @@ class TwoRouters(nn.Module):
             for parameter in self.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
 
-    def forward(self, tokens_BS: Tensor, document_ids_BS: Tensor) -> ModelOutput:
+    def forward(self, tokens_BS: Tensor, document_ids_BS: Tensor, num_documents: None = None) -> ModelOutput:
         hidden_BSD = self.embed(tokens_BS)
         is_real_T = document_ids_BS.flatten() >= 0
         routings = [router(hidden_BSD.flatten(0, 1), is_real_T) for router in self.routers]

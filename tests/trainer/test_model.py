@@ -49,6 +49,17 @@ def test_padding_reaches_neither_outputs_nor_statistics() -> None:
         assert int(a.sums.num_tokens) == int(b.sums.num_tokens) == 8
 
 
+def test_experts_that_gather_and_sum_by_themselves_give_the_bits_of_the_local_dispatcher() -> None:
+    moe = _build(SPECS["shared_expert"]).layers[-1].moe
+    assert moe.fuses_dispatch
+    x_TD = torch.randn(24, SPECS["shared_expert"].d_model, generator=torch.Generator().manual_seed(1))
+    is_real_T = torch.arange(24) % 5 > 0
+    y_TD, routing = moe(x_TD, is_real_T)
+    assert torch.equal(moe._run_tokens(x_TD, routing) + moe._run_shared(x_TD), y_TD)
+    assert not _build(SPECS["shared_expert"], dispatcher="all_to_all").layers[-1].moe.fuses_dispatch
+    assert not _build(SPECS["shared_expert"], recompute=["dispatch"]).layers[-1].moe.fuses_dispatch
+
+
 def test_initialisation_does_not_depend_on_the_split_of_experts() -> None:
     spec = SPECS["qk_norm_head"]
     whole = _build(spec).state_dict()

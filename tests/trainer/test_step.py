@@ -29,7 +29,7 @@ class TableModel(nn.Module):
         self.embed = nn.Embedding(2, 2)
         self.embed.weight.data = torch.tensor([[0.0, math.log(math.e - 1)], [0.0, math.log(math.e**3 - 1)]])
 
-    def forward(self, tokens_BS: Tensor, document_ids_BS: Tensor) -> ModelOutput:
+    def forward(self, tokens_BS: Tensor, document_ids_BS: Tensor, num_documents: None = None) -> ModelOutput:
         config = RouterConfig(d_model=2, num_experts=2, top_k=2)
         even = route(torch.zeros(tokens_BS.numel(), 2), config, is_real_T=document_ids_BS.flatten() >= 0)
         return ModelOutput(self.embed(tokens_BS), [even])

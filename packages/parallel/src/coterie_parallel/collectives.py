@@ -138,9 +138,10 @@ def exchange_rows(rows: Tensor, send_counts: Sequence[int], receive_counts: Sequ
 
 
 class Pending:
-    """A collective, a send or a receive under way; its tensors must live, and its result is not there, until `wait` has returned.
+    """A collective, a send or a receive under way.
 
-    On a GPU ``wait`` makes the current stream wait, not the host.
+    Its tensors must live, and its result is not there, until `wait` has returned. On a GPU ``wait`` makes the current
+    stream wait, not the host.
     """
 
     def __init__(self, what: str, axis: Axis, work: dist.Work | None) -> None:

@@ -17,6 +17,7 @@ from coterie_export import ModelSpec
 from coterie_parallel import ParallelConfig, plan_problems, stage_problems
 from coterie_routing import BIAS_RULES, Assignment, BiasRule, RouterConfig
 
+from coterie_trainer.attention import AttentionBackend
 from coterie_trainer.bounds import above_zero as _above_zero
 from coterie_trainer.bounds import at_least as _at_least
 from coterie_trainer.optimizer_config import OptimizerConfig
@@ -84,6 +85,7 @@ class ModelConfig:
     chosen_groups: int = 1
     tied_embeddings: bool = False
     init_std: float = 0.02
+    attention_backend: AttentionBackend = "auto"
     expert_backend: ExpertBackend = "auto"
 
     def to_spec(self, vocab_size: int, max_sequence_length: int, eos_id: int | None) -> ModelSpec:
@@ -216,7 +218,8 @@ class TrainConfig:
     ``sequences_per_step`` counts all ranks, ``sequences_per_micro_batch`` one rank. ``bias_rule`` trains the selection
     bias of a model that has one. ``assignment`` replaces the router's choice of experts, to measure the speed of a
     system under a known load: "uniform", "random", "zipf" with its exponent, or "hot" with the share of one expert.
-    ``recompute`` names what the backward computes again, to save memory: see `coterie_trainer.recompute`.
+    ``recompute`` names what the backward computes again, to save memory: see `coterie_trainer.recompute`. ``compile``
+    fuses norms, residual sums, rotations and SwiGLU of dense layers with `torch.compile`; the first step takes longer.
     """
 
     steps: int
@@ -232,6 +235,7 @@ class TrainConfig:
     assignment_exponent: float = 1.0
     assignment_hot_share: float = 0.1
     recompute: tuple[str, ...] = ()
+    compile: bool = False
     evaluate_every: int = 0
     evaluate_sequences: int = 0
 

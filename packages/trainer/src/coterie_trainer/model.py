@@ -20,13 +20,15 @@ from coterie_parallel import (
     Placement,
     Stage,
     Stages,
+    dispatcher_class,
     make_dispatcher,
 )
 from coterie_routing import Assignment, ChoiceMemo, Router, Routing
 from torch import Tensor, nn
 
+from coterie_trainer.attention import AttentionBackend, AttentionContext, attention_context
 from coterie_trainer.config import ExpertBackend, experts_config, router_config
-from coterie_trainer.layers import Attention, AttentionContext, FeedForward, RMSNorm, attention_context
+from coterie_trainer.layers import Attention, FeedForward, RMSNorm, compile_dense
 from coterie_trainer.recompute import SentAgain, again, name_problems
 
 __all__ = ["Decoder", "ModelOutput", "MoE", "build_model", "dispatchers", "placements"]
@@ -71,6 +73,8 @@ class MoE(nn.Module):
             routing = replace(routing, backend="reference")
         self.router = Router(routing, device=device)
         self.dispatcher = dispatcher
+        # The same numbers without a copy of the rows; for kernels that gather and sum by themselves.
+        self.fuses_dispatch = type(dispatcher) is dispatcher_class("local") and "dispatch" not in recompute
         self.recomputes_experts, self.sends_again = "experts" in recompute, "dispatch" in recompute
         self.experts = GroupedExperts(
             experts_config(spec, backend=expert_backend),
@@ -87,6 +91,9 @@ class MoE(nn.Module):
         """
         dispatcher = self.dispatcher
         routing = self.router(x_TD, is_real_T, memo=memo)
+        if self.fuses_dispatch and x_TD.is_cuda:
+            y_TD = self._run_tokens(x_TD, routing)
+            return (y_TD if self.shared is None else y_TD + self._run_shared(x_TD)), routing
         sends_again = self.sends_again and torch.is_grad_enabled()
         with dispatcher.unsaved_rows() if sends_again or memo is not None else nullcontext():
             pending = dispatcher.dispatch_start(x_TD, routing.ids_TK, routing.weights_TK)
@@ -106,6 +113,12 @@ class MoE(nn.Module):
         if self.shared is not None and not is_early:
             shared_TD = self._run_shared(x_TD)
         return y_TD if shared_TD is None else y_TD + shared_TD, routing
+
+    def _run_tokens(self, x_TD: Tensor, routing: Routing) -> Tensor:
+        arguments = x_TD, routing.ids_TK, routing.weights_TK
+        run = self.experts.forward_tokens
+        out_TD: Tensor = again(run, *arguments) if self.recomputes_experts else run(*arguments)
+        return out_TD
 
     def _run_experts(self, arrived: Dispatched) -> Tensor:
         rows = arrived.rows_RD, arrived.row_weights_R, arrived.offsets_e
@@ -145,12 +158,12 @@ class Block(nn.Module):
     ) -> tuple[Tensor, Routing | None]:
         """Return the new residual stream (B, S, D) and, for a MoE layer, its routing; ``memo`` as for `MoE`."""
         if self.norm_first:
-            x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), context)
-            mixed, routing = self._feed_forward(self.mlp_norm(x_BSD), is_real_BS, memo)
+            x_BSD, normed = self.mlp_norm.after_sum(x_BSD, self.attention(self.attention_norm(x_BSD), context))
+            mixed, routing = self._feed_forward(normed, is_real_BS, memo)
             return x_BSD + mixed, routing
-        x_BSD = x_BSD + self.attention_norm(self.attention(x_BSD, context))
+        x_BSD = self.attention_norm.added_to(x_BSD, self.attention(x_BSD, context))
         mixed, routing = self._feed_forward(x_BSD, is_real_BS, memo)
-        return x_BSD + self.mlp_norm(mixed), routing
+        return self.mlp_norm.added_to(x_BSD, mixed), routing
 
     def _feed_forward(
         self, x_BSD: Tensor, is_real_BS: Tensor, memo: ChoiceMemo | None
@@ -176,10 +189,12 @@ class Decoder(nn.Module):
         device: torch.device | str,
         *,
         recompute: Collection[str] = (),
+        attention_backend: AttentionBackend = "auto",
         stages: Sequence[Stage] | None = None,
     ) -> None:
         super().__init__()
         self.spec = spec
+        self.attention_backend: AttentionBackend = attention_backend
         self.recomputes_blocks = "block" in recompute
         has_first = stages is None or any(stage.is_first for stage in stages)
         has_last = stages is None or any(stage.is_last for stage in stages)
@@ -195,32 +210,44 @@ class Decoder(nn.Module):
             if not spec.tied_embeddings:
                 self.head = nn.Linear(spec.d_model, spec.vocab_size, bias=False, device=device)
 
-    def forward(self, tokens_BS: Tensor, document_ids_BS: Tensor) -> ModelOutput:
+    def forward(self, tokens_BS: Tensor, document_ids_BS: Tensor, num_documents: int | None = None) -> ModelOutput:
         """Run the decoder.
 
         Args:
             tokens_BS: int64 ids, each below the vocabulary size.
             document_ids_BS: int32 number of the document a position belongs to inside its sequence; -1 is padding.
+            num_documents: see `Batch`; with it attention on a GPU needs no mask.
         """
-        x_BSD, routings = self._run_layers(self.embed(tokens_BS), document_ids_BS, range(self.spec.num_layers))
+        layers = range(self.spec.num_layers)
+        x_BSD, routings = self._run_layers(self.embed(tokens_BS), document_ids_BS, num_documents, layers)
         return ModelOutput(self.norm(x_BSD), routings)
 
-    def run_stage(self, stage: Stage, x: Tensor, document_ids_BS: Tensor) -> ModelOutput:
+    def run_stage(
+        self, stage: Stage, x: Tensor, document_ids_BS: Tensor, num_documents: int | None = None
+    ) -> ModelOutput:
         """Run one stage of a pipeline.
 
         Args:
             stage: one of those that this was built with.
             x: tokens (B, S) for the first stage, else the residual stream (B, S, D) that the stage before returned.
             document_ids_BS: as for `forward`.
+            num_documents: as for `forward`.
         """
         x_BSD = self.embed(x) if stage.is_first else x
-        x_BSD, routings = self._run_layers(x_BSD, document_ids_BS, stage.layers)
+        x_BSD, routings = self._run_layers(x_BSD, document_ids_BS, num_documents, stage.layers)
         return ModelOutput(self.norm(x_BSD) if stage.is_last else x_BSD, routings)
 
     def _run_layers(
-        self, x_BSD: Tensor, document_ids_BS: Tensor, layers: Iterable[int]
+        self, x_BSD: Tensor, document_ids_BS: Tensor, num_documents: int | None, layers: Iterable[int]
     ) -> tuple[Tensor, list[Routing]]:
-        context = attention_context(document_ids_BS, self.spec.head_dim, self.spec.rope_theta)
+        context = attention_context(
+            document_ids_BS,
+            self.spec.head_dim,
+            self.spec.rope_theta,
+            dtype=x_BSD.dtype,
+            num_documents=num_documents,
+            backend=self.attention_backend,
+        )
         is_real_BS = document_ids_BS >= 0
         routings: list[Routing] = []
         for index in layers:
@@ -259,6 +286,8 @@ def build_model(
     expert_backend: ExpertBackend = "auto",
     assignment: Assignment | None = None,
     recompute: Sequence[str] = (),
+    attention_backend: AttentionBackend = "auto",
+    compiles: bool = False,
     stages: Sequence[Stage] | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
@@ -273,6 +302,8 @@ def build_model(
         expert_backend: name of the expert kernels.
         assignment: decides the load in place of the routers; each layer has a seed of its own.
         recompute: what the backward computes again, see `coterie_trainer.recompute`.
+        attention_backend: name of one in `coterie_trainer.attention`.
+        compiles: run what lies between the matrix products of dense layers as compiled functions.
         stages: those of this rank in a pipeline; None for the whole model.
         device: where the parameters live.
         dtype: dtype of all parameters.
@@ -303,10 +334,11 @@ def build_model(
             recompute=recompute,
             device=meta,
         )
-    model = Decoder(spec, feed_forwards, meta, recompute=recompute, stages=stages)
+    model = Decoder(spec, feed_forwards, meta, recompute=recompute, attention_backend=attention_backend, stages=stages)
     for parameter in model.parameters():  # not Module.to: buffers such as the selection bias stay fp32
         parameter.data = parameter.data.to(dtype)
-    return model.to_empty(device=device)
+    model = model.to_empty(device=device)
+    return compile_dense(model) if compiles else model
 
 
 def placements(model: Decoder, stages: Stages | None = None) -> dict[str, Placement]:

@@ -76,9 +76,10 @@ class StageRunner:
         finally:
             self._loss = None
 
-    def run_stage(self, stage: Stage, x: Tensor, document_ids_BS: Tensor) -> Tensor:
+    def run_stage(self, stage: Stage, x: Tensor, document_ids_BS: Tensor, num_documents: Tensor) -> Tensor:
         """Return what one stage makes of one micro-batch, with the gradient of its own part of the loss tied to it."""
-        output = self._model.run_stage(stage, x, document_ids_BS)
+        counted = int(num_documents)  # on the host
+        output = self._model.run_stage(stage, x, document_ids_BS, counted if counted > 0 else None)
         extra = None
         if self._auxiliary is not None:
             extra = self._auxiliary(stage.layers, output.routings, len(document_ids_BS))
@@ -92,6 +93,7 @@ class StageRunner:
             [batch.tokens_BS for batch in batches],
             [batch.targets_BS for batch in batches],
             document_ids_BS=[batch.document_ids_BS for batch in batches],
+            num_documents=[torch.tensor([batch.num_documents or 0]) for batch in batches],
             **how,
         )
 
@@ -124,8 +126,8 @@ class _StageModule(nn.Module):
         super().__init__()
         self._runner, self._stage = runner, stage
 
-    def forward(self, x: Tensor, document_ids_BS: Tensor) -> Tensor:
-        return self._runner.run_stage(self._stage, x, document_ids_BS)
+    def forward(self, x: Tensor, document_ids_BS: Tensor, num_documents: Tensor) -> Tensor:
+        return self._runner.run_stage(self._stage, x, document_ids_BS, num_documents)
 
 
 class _WithLoss(torch.autograd.Function):

@@ -229,7 +229,7 @@ class Stepper:
             )
             return sums
         for number, batch in enumerate(batches, start=1):
-            output = self.model(batch.tokens_BS, batch.document_ids_BS)
+            output = self.model(batch.tokens_BS, batch.document_ids_BS, batch.num_documents)
             objective = share_of_loss(output.hidden_BSD, batch.targets_BS)
             extra = auxiliary(range(self.model.spec.num_layers), output.routings, len(batch.tokens_BS))
             with self.optimizer.micro_batch(is_last=number == len(batches)):
@@ -368,5 +368,5 @@ def _loss_and_targets(model: Decoder, batches: Sequence[Batch], runner: StageRun
         runner.evaluate(batches, add)
         return sums
     for batch in batches:
-        add(model(batch.tokens_BS, batch.document_ids_BS).hidden_BSD, batch.targets_BS)
+        add(model(batch.tokens_BS, batch.document_ids_BS, batch.num_documents).hidden_BSD, batch.targets_BS)
     return sums

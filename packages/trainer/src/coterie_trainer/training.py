@@ -118,6 +118,8 @@ class Run:
             expert_backend=config.model.expert_backend,
             assignment=assignment(train),
             recompute=train.recompute,
+            attention_backend=config.model.attention_backend,
+            compiles=train.compile,
             stages=None if self.stages is None else self.stages.on_rank(pipeline.index),
             device=device,
             # FSDP2 keeps fp32 weights and gathers them in the dtype of the run.

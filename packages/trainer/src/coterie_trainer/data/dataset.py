@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from coterie_trainer.attention import count_documents
 from coterie_trainer.data.shards import Index, check_sizes, map_tokens, read_index
 
 __all__ = [
@@ -42,11 +43,13 @@ class Batch:
     ``targets_BS`` int64, -1 where nothing is to be predicted: at the last token of a document, and where padded.
     ``document_ids_BS`` int32, the number of the document inside its sequence (from 0), -1 where padded. A position
     may attend only to positions of its own row with the same id.
+    ``num_documents`` is `count_documents` of them, None where it is not known: a device is not asked.
     """
 
     tokens_BS: torch.Tensor
     targets_BS: torch.Tensor
     document_ids_BS: torch.Tensor
+    num_documents: int | None = None
 
     def to(self, device: torch.device | str) -> "Batch":
         """Return the batch on another device; from pinned memory the host does not wait for the copy."""
@@ -54,6 +57,7 @@ class Batch:
             tokens_BS=self.tokens_BS.to(device, non_blocking=True),
             targets_BS=self.targets_BS.to(device, non_blocking=True),
             document_ids_BS=self.document_ids_BS.to(device, non_blocking=True),
+            num_documents=self.num_documents,
         )
 
     def pin_memory(self) -> "Batch":
@@ -62,6 +66,7 @@ class Batch:
             tokens_BS=self.tokens_BS.pin_memory(),
             targets_BS=self.targets_BS.pin_memory(),
             document_ids_BS=self.document_ids_BS.pin_memory(),
+            num_documents=self.num_documents,
         )
 
     def padding(self) -> "Batch":
@@ -70,6 +75,7 @@ class Batch:
             tokens_BS=torch.zeros_like(self.tokens_BS),
             targets_BS=torch.full_like(self.targets_BS, -1),
             document_ids_BS=torch.full_like(self.document_ids_BS, -1),
+            num_documents=len(self.document_ids_BS),
         )
 
 
@@ -110,10 +116,12 @@ class Sequences:
         for row, number in enumerate(ids):
             if number >= 0:
                 self._fill(int(number), tokens[row], targets[row], document_ids[row])
+        document_ids_BS = torch.from_numpy(document_ids)
         return Batch(
             tokens_BS=torch.from_numpy(tokens),
             targets_BS=torch.from_numpy(targets),
-            document_ids_BS=torch.from_numpy(document_ids),
+            document_ids_BS=document_ids_BS,
+            num_documents=count_documents(document_ids_BS),
         )
 
     def get(self, index: int, sequence_length: int) -> Batch:
