@@ -227,10 +227,14 @@ def test_meta_experts_cannot_be_initialised() -> None:
         init_experts(GroupedExperts(config(), device="meta"), seed=0, name="", std=1.0)
 
 
-def test_readme_example_runs() -> None:
+def test_readme_examples_run() -> None:
+    """The second goes on from the first, and adds the same gradients to those that are there."""
     readme = Path(__file__).parents[2] / "packages" / "experts" / "README.md"
-    (example,) = re.findall(r"```python\n(.*?)```", readme.read_text(encoding="utf-8"), flags=re.DOTALL)
+    first, second = re.findall(r"```python\n(.*?)```", readme.read_text(encoding="utf-8"), flags=re.DOTALL)
     names: dict[str, object] = {}
-    exec(compile(example, str(readme), "exec"), names)
+    exec(compile(first, str(readme), "exec"), names)
     assert names["y"].shape == (5, 64)
-    assert names["experts"].gate_up.grad.abs().sum() > 0
+    gradient = names["experts"].gate_up.grad.clone()
+    assert gradient.abs().sum() > 0
+    exec(compile(second, str(readme), "exec"), names)
+    assert torch.equal(names["experts"].gate_up.grad, 2 * gradient)

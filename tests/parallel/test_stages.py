@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from coterie_parallel import ParallelConfig, Stages, make_stages, stage_problems
 from coterie_parallel.pipeline.ideal import ideal_bubble, most_in_flight
 from coterie_parallel.pipeline.stages import SCHEDULES, num_stages_per_rank, spread_layers
@@ -259,6 +260,11 @@ def test_what_can_not_run_is_refused_with_what_would(
         assert str(raised.value).splitlines() == of_layers
 
 
+# Older ones have other names for the passes, and refuse fewer micro-batches than stages for "gpipe" too.
+reads_torch = pytest.mark.skipif(torch.__version__ < (2, 14), reason="reads the tables of torch 2.14")
+
+
+@reads_torch
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("pipeline", [2, 3, 4])
 def test_numbers_of_micro_batches_are_refused_where_torch_refuses_them(name: str, pipeline: int) -> None:
@@ -350,6 +356,7 @@ def timed(orders: list[list[tuple[str, int, int]]], num_stages: int) -> Clock:
     return Clock(end=max(now), most_in_flight=most)
 
 
+@reads_torch
 @pytest.mark.parametrize(
     ("name", "per_rank"),
     [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2), ("interleaved_1f1b", 3), ("zbv", 2), ("dualpipev", 2)],
