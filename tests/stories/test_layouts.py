@@ -42,10 +42,13 @@ class StopAfter:
         return self._run.step + 1 >= self._step
 
 
-def train_rank(rank: int, world: int, overrides: list[str], folder: str, last: int | None = None) -> None:
+def train_rank(
+    rank: int, world: int, overrides: list[str], folder: str, last: int | None = None, steps_ahead: int = 0
+) -> None:
     config = load_config(CONFIG, [*overrides, f"run_folder={folder!r}"], world)
     with Mesh(make_plan(config.parallel, world), rank, timeout_s=60.0) as mesh:
         run = Run(config, mesh, torch.device("cpu"))
+        run.steps_ahead = steps_ahead
         run.loop(StopRequest() if last is None else StopAfter(run, last))
 
 
@@ -74,6 +77,17 @@ def test_twenty_steps_are_those_of_one_process(
     assert_same(one_process, records(tmp_path))
     replays = [record.get("replays", 0) for record in records(tmp_path)]
     assert max(replays) > 0 if "rowwise" in name else max(replays) == 0
+
+
+def test_numbers_that_are_read_a_step_later_are_the_same_also_in_a_run_that_is_stopped(
+    tmp_path: Path, small_demo: list[str], one_process: list[dict[str, float]]
+) -> None:
+    overrides = [*small_demo, "parallel.data=1", "parallel.expert=1"]
+    # Asked in step 7, which is known when step 8 is under way: that one ends too.
+    run_ranks(train_rank, 1, overrides, str(tmp_path), 7, 1, timeout_s=120.0)
+    assert [record["step"] for record in records(tmp_path) if record["kind"] == "step"] == list(range(1, 9))
+    run_ranks(train_rank, 1, overrides, str(tmp_path), None, 1, timeout_s=120.0)
+    assert_same(one_process, records(tmp_path))
 
 
 def test_a_checkpoint_of_a_pipeline_goes_on_in_other_pipelines_and_without_one(

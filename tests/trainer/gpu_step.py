@@ -31,7 +31,7 @@ from coterie_trainer.cross_entropy import cross_entropy_sum
 from coterie_trainer.data.dataset import Batch
 from coterie_trainer.layers import Attention, FeedForward, RMSNorm
 from coterie_trainer.model import Decoder, dispatchers
-from coterie_trainer.step import Stepper
+from coterie_trainer.step import PendingResult, Stepper
 from support.device_timing import write_json
 from torch import nn
 from torch.autograd.profiler_util import FunctionEvent
@@ -169,9 +169,13 @@ def measure(case: Case, setup: Setup, options: argparse.Namespace) -> dict[str, 
     numel = sum(parameter.numel() for parameter in model.parameters())
     print(f"{options.case}: {numel / 1e9:.3f} B parameters, built in {time.perf_counter() - begin:.1f} s", flush=True)
     losses: list[float] = []
+    on_the_way: list[PendingResult] = []
 
     def step(batches: list[Batch] = batches) -> None:
-        losses.append(stepper.run(batches, learning_rate=1e-4).loss)
+        # As the training loop does it: the numbers of a step are read when the next one has been queued.
+        on_the_way.append(stepper.start(batches, learning_rate=1e-4))
+        while len(on_the_way) > 1:
+            losses.append(on_the_way.pop(0).read().loss)
 
     row: dict[str, object] = {
         "name": options.case,
@@ -188,7 +192,7 @@ def measure(case: Case, setup: Setup, options: argparse.Namespace) -> dict[str, 
         for number in range(2):
             first = time.perf_counter()
             step()
-            print(f"warm-up step {number}: {time.perf_counter() - first:.2f} s, loss {losses[-1]:.4f}", flush=True)
+            print(f"warm-up step {number}: {time.perf_counter() - first:.2f} s, losses {losses}", flush=True)
         if setup.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         step_ms = Clock(setup.device).ms(step, calls=options.steps, warmups=0)
@@ -200,6 +204,7 @@ def measure(case: Case, setup: Setup, options: argparse.Namespace) -> dict[str, 
     if setup.device == "cuda":
         row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     print({key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}, flush=True)
+    losses.append(on_the_way.pop().read().loss)
     assert all(0 < loss < 100 for loss in losses), losses
     few = batches[:2]  # more micro-batches are more of the same, and a profile of them does not end
     if options.sync_check and setup.device == "cuda":
@@ -243,7 +248,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--documents", choices=["whole", "packed"], default="whole")
     parser.add_argument("--load", choices=["random", "uniform", "router"], default="random")
-    parser.add_argument("--dispatcher", choices=["rowwise", "local"], default="rowwise")
+    parser.add_argument("--dispatcher", choices=["local", "rowwise"], default="local")
     parser.add_argument("--saved-rows", choices=["copy", "lease", "fetch"], default="copy")
     parser.add_argument("--recompute", default="", help="parts, separated by commas")
     parser.add_argument("--moments", choices=["float32", "bfloat16"], default="float32")

@@ -26,7 +26,6 @@ from coterie_parallel import (  # noqa: E402
 from coterie_trainer.attention import count_documents  # noqa: E402
 from coterie_trainer.config import TrainConfig, assignment  # noqa: E402
 from coterie_trainer.data.dataset import Batch  # noqa: E402
-from coterie_trainer.layers import compile_dense  # noqa: E402
 from coterie_trainer.model import Decoder, build_model, placements  # noqa: E402
 from coterie_trainer.step import Stepper  # noqa: E402
 from support.device_timing import about as about_gpu  # noqa: E402
@@ -121,7 +120,8 @@ class Setup:
 
     Attributes:
         device: "cuda" or "cpu".
-        dispatcher: "local", or "rowwise" with room for all rows, so that nothing ever overflows on one rank.
+        dispatcher: "local", where the experts gather and sum by themselves, or "rowwise" with room for all rows, so
+            that nothing ever overflows on one rank.
         saved_rows: of "rowwise".
         compiled: whether the dense layers are compiled.
         documents: "whole": each sequence is one; "packed": about eight in each.
@@ -131,7 +131,7 @@ class Setup:
     """
 
     device: str = "cuda"
-    dispatcher: str = "rowwise"
+    dispatcher: str = "local"
     saved_rows: str = "copy"
     compiled: bool = True
     documents: str = "whole"
@@ -164,11 +164,10 @@ def make_step(case: Case, setup: Setup) -> tuple[Decoder, Optimizer, Stepper]:
         options=options,
         assignment=assignment(train),
         recompute=setup.recompute,
+        compiles=setup.compiled and setup.device == "cuda",
         device=setup.device,
         dtype=setup.dtype,
     )
-    if setup.compiled and setup.device == "cuda":
-        compile_dense(model)
     _initialize(model)
     accumulate_in_fp32(model.parameters())
     config = AdamWConfig(moments_dtype=setup.moments)
@@ -196,10 +195,13 @@ def make_batches(case: Case, setup: Setup, *, seed: int = 0) -> list[Batch]:
         ids_BS = document_ids(shape, setup.documents, generator)
         targets_BS = torch.full(shape, -1)
         targets_BS[:, :-1] = tokens_BS[:, 1:].masked_fill(ids_BS[:, 1:] != ids_BS[:, :-1], -1)
-        values: dict[str, object] = dict(tokens_BS=tokens_BS, targets_BS=targets_BS, document_ids_BS=ids_BS)
-        if "num_documents" in {field.name for field in dataclasses.fields(Batch)}:
-            values["num_documents"] = count_documents(ids_BS)
-        found.append(Batch(**values))
+        batch = Batch(
+            tokens_BS=tokens_BS,
+            targets_BS=targets_BS,
+            document_ids_BS=ids_BS,
+            num_documents=count_documents(ids_BS),
+        )
+        found.append(batch.pin_memory() if setup.device == "cuda" else batch)
     return found
 
 
