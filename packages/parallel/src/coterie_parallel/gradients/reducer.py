@@ -13,9 +13,13 @@ from coterie_parallel.axis import Axis
 from coterie_parallel.background import Background, Job
 from coterie_parallel.collectives import (
     all_gather,
-    all_gather_objects,
     start_all_to_all,
     start_reduce_scatter,
+)
+from coterie_parallel.gradients.agreement import (
+    check_same_parameters,
+    check_same_settings,
+    refuse_unknown_placements,
 )
 from coterie_parallel.gradients.layout import BucketLayout, Slot, bucket_layouts
 from coterie_parallel.mesh import Mesh
@@ -68,7 +72,8 @@ class Bucket:
         parameters: by name, local shapes.
         shard: fp32, (shard_numel), the summed gradients that this rank keeps.
         pieces: views into ``shard``, 1-D, by name; empty for a parameter that lies in other shards only.
-        flat: fp32, (numel), this rank's own gradients; None while a sharded bucket has none.
+        flat: fp32, (numel), this rank's own gradients; None while a sharded bucket has none. Where it is there to stay,
+            parameters that are not fp32 have their part of it as ``main_grad``.
     """
 
     def __init__(self, layout: BucketLayout, parameters: Mapping[str, Tensor], mesh: Mesh, *, sharded: bool) -> None:
@@ -91,8 +96,8 @@ class Bucket:
             self.flat = torch.zeros(layout.numel, dtype=torch.float32, device=device)
             self.shard = self.part(self.flat)
             for name, view in self.views(self.flat).items():
-                if hasattr(self.parameters[name], "main_grad"):
-                    self.parameters[name].main_grad = view  # type: ignore[attr-defined]
+                if layout.dtype != torch.float32 or hasattr(self.parameters[name], "main_grad"):
+                    _collect_in(self.parameters[name], view)
         self.pieces = self.cut(self.shard)
 
     def part(self, whole: Tensor) -> Tensor:
@@ -174,8 +179,9 @@ class GradientReducer:
         buckets: in the order in which they are sent.
 
     Raises:
-        ValueError: for settings with problems, a parameter without a valid placement, two of one name, one that is not
-            contiguous, or replicas that differ between ranks.
+        ValueError: for settings with problems, or that differ between ranks; for a parameter without a valid placement,
+            two of one name, one that is not contiguous, a placement without a parameter; for replicas whose names,
+            shapes, dtypes or placements differ between ranks (their values are not compared here).
     """
 
     def __init__(
@@ -187,23 +193,26 @@ class GradientReducer:
         kinds: Mapping[str, Hashable] | None = None,
     ) -> None:
         self.config = config if config is not None else ReductionConfig()
+        check_same_settings(self.config, mesh)
         if self.config.problems():
             raise ValueError("\n".join(self.config.problems()))
-        parameters = placed_parameters(named_parameters, placements, mesh.plan)
+        named = list(named_parameters)
+        parameters = placed_parameters(named, placements, mesh.plan)
+        refuse_unknown_placements((name for name, _ in named), placements)
         loose = [name for name, parameter in parameters.items() if not parameter.is_contiguous()]
         if loose:
             raise ValueError(f"parameters must be contiguous; these are not: {', '.join(sorted(loose))}")
-        _check_replicas(parameters, placements, mesh)
+        first = check_same_parameters(parameters, placements, {} if kinds is None else kinds, mesh)
+        order = [name for name in first if name in parameters] + sorted(parameters.keys() - set(first))
         # Gradients come in the reverse order of the forward.
-        order = _order_of_first_rank(parameters, mesh)[::-1]
-        self.parameters = {name: parameters[name] for name in order}
+        self.parameters = {name: parameters[name] for name in order[::-1]}
         sizes = [(name, parameter.numel(), parameter.dtype) for name, parameter in self.parameters.items()]
         layouts = bucket_layouts(sizes, placements, mesh.plan, self.config.bucket_bytes, kinds)
         self.buckets = [Bucket(layout, parameters, mesh, sharded=self.config.sharded) for layout in layouts]
         self._background = Background(mesh.device)
         self._shared = [bucket for bucket in self.buckets if bucket.axis is not None]
         self._next = 0
-        self._is_open = self._is_last = self._is_begun = False
+        self._is_open = self._is_last = self._is_begun = self._is_used = False
         # A node lives only as long as somebody holds it, and its hooks with it.
         self._nodes = [
             self._watch(bucket, name, parameter)
@@ -217,6 +226,7 @@ class GradientReducer:
 
         Optional, unless gradients are sharded: without it, all buckets are sent by `reduce`.
         """
+        self._refuse_used()
         self._is_open, self._is_last = True, is_last
         try:
             yield
@@ -233,8 +243,10 @@ class GradientReducer:
         """Return this rank's pieces of the summed gradients by name: fp32, 1-D, views into the buckets.
 
         The gradient of a parameter is its ``grad`` plus its ``main_grad``, where it has them; none counts as zero.
-        Where there is a ``main_grad``, part of it is written over: it is good for one reduction.
+        Gradients are good for one reduction, as sums are written over a part of them: `zero` comes before the next.
         """
+        self._refuse_used()
+        self._is_used = True
         if not (self.config.sharded and self._is_begun):
             self._send_rest()
         for bucket in self.buckets:
@@ -262,6 +274,11 @@ class GradientReducer:
         self._forget_what_was_sent()
         for bucket in self.buckets:
             bucket.zero()
+        self._is_used = False
+
+    def _refuse_used(self) -> None:
+        if self._is_used:
+            raise ValueError("the gradients of the step before are still there; call zero_grad() after every step")
 
     def _watch(self, bucket: Bucket, name: str, parameter: Tensor) -> Any:
         # Not register_post_accumulate_grad_hook: this hook also fires for a gradient that went to main_grad, and after
@@ -330,13 +347,18 @@ def accumulate_in_fp32(parameters: Iterable[Tensor]) -> None:
     """Give each parameter that is not fp32 an fp32 ``main_grad`` that collects its gradients over micro-batches.
 
     Each backward adds to ``main_grad`` and leaves ``grad`` None, so that small gradients are not rounded away by the
-    sum of earlier ones. A `GradientReducer` that is made after this puts every ``main_grad`` into its buckets, and
-    `GradientReducer.zero` sets it to zero.
+    sum of earlier ones. For loops without a `GradientReducer`, which does this by itself, with ``main_grad`` in its
+    buckets. A parameter that has a ``main_grad`` keeps it.
     """
     for parameter in parameters:
-        if parameter.requires_grad and parameter.dtype != torch.float32:
-            parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
-            parameter.register_post_accumulate_grad_hook(_fold)  # type: ignore[no-untyped-call]
+        if parameter.requires_grad and parameter.dtype != torch.float32 and not hasattr(parameter, "main_grad"):
+            _collect_in(parameter, torch.zeros_like(parameter, dtype=torch.float32))
+
+
+def _collect_in(parameter: Tensor, main_grad: Tensor) -> None:
+    if not hasattr(parameter, "main_grad"):
+        parameter.register_post_accumulate_grad_hook(_fold)  # type: ignore[no-untyped-call]
+    parameter.main_grad = main_grad  # type: ignore[attr-defined]
 
 
 def _fold(parameter: Tensor) -> None:
@@ -345,26 +367,3 @@ def _fold(parameter: Tensor) -> None:
     if main_grad is not None and parameter.grad is not None:
         main_grad.add_(parameter.grad)
         parameter.grad = None
-
-
-def _order_of_first_rank(parameters: Mapping[str, Tensor], mesh: Mesh) -> list[str]:
-    first = [name for name in all_gather_objects(list(parameters), mesh.axis("data"))[0] if name in parameters]
-    return first + sorted(parameters.keys() - set(first))
-
-
-def _check_replicas(parameters: Mapping[str, Tensor], placements: Mapping[str, Placement], mesh: Mesh) -> None:
-    # Checked up front: ranks with different lists would wait for one another in the first reduction.
-    for axis in sorted({axis for name in parameters for axis in placements[name].replicated_over}):
-        mine = {
-            name: (tuple(parameter.shape), parameter.dtype)
-            for name, parameter in parameters.items()
-            if axis in placements[name].replicated_over
-        }
-        everywhere = all_gather_objects(mine, mesh.axis(axis))
-        names = sorted({name for one in everywhere for name in one})
-        differing = [name for name in names if len({one.get(name) for one in everywhere}) > 1]
-        if differing:
-            raise ValueError(
-                f"parameters replicated over {axis!r} must have the same names, shapes and dtypes on all its ranks; "
-                f"different: {', '.join(differing)}"
-            )

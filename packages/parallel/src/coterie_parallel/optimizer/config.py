@@ -1,7 +1,7 @@
 """The settings of the optimizer, and what they say about one parameter."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
@@ -14,16 +14,43 @@ __all__ = ["AdamWConfig", "MuonConfig", "OutlierConfig"]
 
 Kind = Literal["adamw", "muon"]
 
+_NOT_HIDDEN = (
+    # Embeddings: embed.weight, model.embed_tokens.weight, tok_embeddings.weight, transformer.wte.weight
+    "*embed*",
+    "*emb.*",
+    "wte*",
+    "*.wte.*",
+    "wpe*",
+    "*.wpe.*",
+    # Heads: lm_head.weight, module.lm_head.weight, output.weight, output_layer.weight
+    "head*",
+    "*.head.*",
+    "lm_head*",
+    "*_head.*",
+    "output*",
+    "model.output.*",
+    "module.output.*",
+    "_orig_mod.output.*",
+    "*.output_layer.*",
+    # Routers: moe.router.weight, mlp.gate.weight, moe.gate.wg.weight; but not gate_proj, gate_up
+    "*router*",
+    "*.gate.weight",
+    "*.gate.wg.*",
+    "*shared_expert_gate*",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class MuonConfig:
     """Settings of Muon (Keller Jordan, https://kellerjordan.github.io/posts/muon), for hidden weights.
 
     It takes parameters of two dimensions, and each matrix of those of three (experts), as they are stored; all others,
-    and those whose name matches a shell-style pattern of ``exclude``, stay with AdamW.
+    and those whose name matches a shell-style pattern of ``exclude``, stay with AdamW. A pattern is for the whole name,
+    and ``*`` also matches dots.
 
     Attributes:
-        exclude: embeddings, the output head and routers are no hidden weights.
+        exclude: embeddings, the output head and routers are no hidden weights. The default has the usual names of
+            these three; look at `AdamWConfig.kind_of` for others.
         learning_rate_factor: the learning rate of Muon over that of the step.
         momentum: of the moving average of gradients.
         nesterov: whether the update looks one step of momentum ahead.
@@ -35,7 +62,7 @@ class MuonConfig:
             for all others: in bf16 another last bit of a gradient gives an update that is off by a percent.
     """
 
-    exclude: tuple[str, ...] = ("embed*", "head*", "lm_head*", "*router*")
+    exclude: tuple[str, ...] = _NOT_HIDDEN
     learning_rate_factor: float = 1.0
     momentum: float = 0.95
     nesterov: bool = True
@@ -166,6 +193,19 @@ class AdamWConfig:
         found += self.muon.problems() if self.muon is not None else []
         found += self.outliers.problems() if self.outliers is not None else []
         return found + self.reduction.problems()
+
+    def unused_patterns(self, names: Iterable[str]) -> list[str]:
+        """Return a sentence for each pattern that matches none of ``names``; those Muon excludes by default may."""
+        names = list(names)
+        excluded = () if self.muon is None else [one for one in self.muon.exclude if one not in _NOT_HIDDEN]
+        patterns = [("weight_decays", pattern) for pattern, _ in self.weight_decays]
+        patterns += [("learning_rate_factors", pattern) for pattern, _ in self.learning_rate_factors]
+        patterns += [("muon exclude", pattern) for pattern in excluded]
+        return [
+            f"{field}: {pattern!r} matches the whole name of no parameter"
+            for field, pattern in patterns
+            if not any(fnmatchcase(name, pattern) for name in names)
+        ]
 
     def kind_of(self, name: str, num_dimensions: int) -> Kind:
         """Return which rule updates a parameter."""

@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from coterie_parallel.background import Background, Ticket
 from coterie_parallel.gradients import GradientReducer, clip_gradients_, global_gradient_norm, global_sums
+from coterie_parallel.gradients.agreement import check_same_settings
 from coterie_parallel.mesh import Mesh
+from coterie_parallel.optimizer.agreement import refuse_unequal_replicas, refuse_unused_patterns
 from coterie_parallel.optimizer.config import AdamWConfig
 from coterie_parallel.optimizer.muon import MatrixExchange
 from coterie_parallel.optimizer.outliers import OutlierGuard
@@ -24,21 +26,24 @@ class Optimizer:
     """Sums gradients over ranks, clips them by the global norm, and updates the parameters with AdamW and Muon.
 
     State is sharded over the axis that replicates a parameter. A parameter that is not fp32 has an fp32 main weight,
-    which is updated and then rounded to it; the main weight of an fp32 parameter is the parameter.
+    which is updated and then rounded to it; the main weight of an fp32 parameter is the parameter. Its gradients
+    are added up over micro-batches in an fp32 ``main_grad``, unless they are sharded, when each is summed by itself.
 
     Args:
         named_parameters: local parameters by global name, in the order of the forward; those that need no gradient are
             left alone.
         placements: a placement for every name.
         mesh: all its ranks must construct and step together.
-        config: settings.
+        config: settings, the same on all ranks.
+        check_replicas: read the weights once and refuse replicas that do not start alike, by the sums of their bits.
 
     Attributes:
         reducer: holds the gradients.
         num_skipped: int64 scalar on the device, the steps that were skipped.
 
     Raises:
-        ValueError: for settings with problems and for what `GradientReducer` refuses.
+        ValueError: for settings with problems or that differ between ranks, for a pattern that matches no parameter of
+            any rank, for replicas of different weights, and for what `GradientReducer` refuses.
     """
 
     def __init__(
@@ -47,13 +52,17 @@ class Optimizer:
         placements: Mapping[str, Placement],
         mesh: Mesh,
         config: AdamWConfig,
+        *,
+        check_replicas: bool = True,
     ) -> None:
+        check_same_settings(config, mesh)
         if config.problems():
             raise ValueError("\n".join(config.problems()))
         self.config = config
         self._mesh = mesh
         self._placements = dict(placements)
         named = list(named_parameters)
+        refuse_unused_patterns(config, [name for name, _ in named], mesh)
         shapes = {name: tuple(parameter.shape) for name, parameter in named}
         kinds = {name: config.kind_of(name, len(shape)) for name, shape in shapes.items()}
         self._factors = {name: config.factor_of(name, len(shape)) for name, shape in shapes.items()}
@@ -64,6 +73,8 @@ class Optimizer:
             if config.muon is not None and kinds[name] == "muon"
         }
         self.reducer = GradientReducer(named, placements, mesh, config.reduction, kinds)
+        if check_replicas:
+            refuse_unequal_replicas(self.reducer.parameters, placements, mesh)
         moments_dtype = getattr(torch, config.moments_dtype)
         self._states = [
             ShardState(bucket, MOMENTS[str(bucket.layout.kind)], moments_dtype) for bucket in self.reducer.buckets
@@ -94,6 +105,7 @@ class Optimizer:
 
         Bitwise repeatable, and without a host read of device values. A step whose norm is not finite, or that is an
         outlier, changes no weight and no moment, and is counted in ``num_skipped``. All ranks must call together.
+        The gradients are used up: `zero_grad` comes before the next ones.
 
         Args:
             learning_rate: of this step; None takes the one of the config.
@@ -126,7 +138,7 @@ class Optimizer:
         return norm
 
     def zero_grad(self) -> None:
-        """Forget the gradients of all parameters."""
+        """Forget the gradients of all parameters; once after every step, or before it, as a second step refuses them."""
         self.reducer.zero()
 
     def overlap_with_forward(self, modules: Iterable[nn.Module]) -> None:
