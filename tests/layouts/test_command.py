@@ -1,12 +1,14 @@
 """`coterie verify` on a user's config."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
+from coterie_parallel.local_ranks import RankError
 from coterie_trainer.cli import main
 from coterie_trainer.config import load_config
-from coterie_trainer.verify import running
+from coterie_trainer.verify import command, running
 from coterie_trainer.verify.layout import Layout, default_layouts, layout_config, parse_layout, reference_config
 from coterie_trainer.verify.scaling import UnevenBatches, scaled
 
@@ -54,6 +56,23 @@ def test_a_rank_that_fails_does_not_end_the_others(
     assert "broken on purpose" in output
     assert "\ndata=1 " in output
     assert output.endswith("2 layouts, 1 not as one process\n")
+
+
+def test_a_terminal_shows_the_layout_that_is_running(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Pool:
+        def run(self, *call: object) -> list[object]:
+            shown.append(capsys.readouterr().out)
+            raise RankError("too slow")
+
+    shown: list[str] = []
+    for is_terminal in (True, False):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        assert not command._compare(Layout(data=2), load_config(CONFIG), None, Pool(), 9)  # type: ignore[arg-type]
+        shown.append(capsys.readouterr().out)
+    name = f"{Layout(data=2)!s:<9}"
+    assert shown == [name, "  failed: too slow\n", "", f"{name}  failed: too slow\n"]
 
 
 def test_all_faults_of_the_arguments_are_in_one_report(

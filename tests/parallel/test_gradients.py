@@ -271,6 +271,12 @@ def test_norm_and_clipping_by_hand() -> None:
     assert (gradients[0].tolist(), gradients[1].tolist()) == ([1.5, 0.0], [[2.0]])
     # Squares of such gradients do not fit into fp32.
     assert float(global_gradient_norm([torch.tensor([3e30, 4e30])], mesh)) == pytest.approx(5e30)
+    assert float(global_gradient_norm([torch.tensor([3e-30, 4e-30])], mesh)) == pytest.approx(5e-30)
+    long = torch.ones(2**16 + 3)
+    long[-1] = 2.0
+    assert float(global_gradient_norm([long.bfloat16(), long[:0]], mesh)) == math.sqrt(2**16 + 6)
+    assert math.isinf(global_gradient_norm([torch.tensor([math.inf, 0.0])], mesh))
+    assert math.isnan(global_gradient_norm([torch.tensor([math.inf]), torch.tensor([math.nan])], mesh))
     assert float(global_gradient_norm([], mesh)) == 0.0
     assert math.isnan(global_gradient_norm([torch.tensor([math.nan, math.inf])], mesh, order=math.inf))
     with pytest.raises(ValueError, match=r"order \(1.0\) must be 2.0 or math.inf"):
@@ -336,6 +342,30 @@ def test_small_gradients_are_not_rounded_away_by_the_sum_of_earlier_ones() -> No
 def test_a_gradient_that_the_backward_adds_to_main_grad_itself_starts_the_exchange_too() -> None:
     for order in run_ranks(_order_with_main_grad, 2):
         assert order == ["b", "a"]
+
+
+def test_fp32_gradients_that_no_other_rank_has_stay_where_autograd_left_them() -> None:
+    named = {name: nn.Parameter(torch.zeros(5, 3)) for name in ("a", "turned", "none")}
+    reducer = GradientReducer(named.items(), dict.fromkeys(named, DENSE), _one_rank())
+    for factor in (1.0, 2.0):
+        named["a"].grad = torch.full((5, 3), factor)
+        named["turned"].grad = factor * torch.arange(15.0).view(3, 5).mT
+        pieces = reducer.reduce()
+        assert pieces["a"].data_ptr() == named["a"].grad.data_ptr()
+        expected = [torch.full((5, 3), factor), factor * torch.arange(15.0).view(3, 5).mT, torch.zeros(5, 3)]
+        for (name, whole), gradient in zip(sorted(reducer.gathered().items()), [expected[0], expected[2], expected[1]]):
+            assert torch.equal(whole, gradient), name
+            assert torch.equal(pieces[name], gradient.flatten()), name
+        (bucket,) = reducer.buckets
+        assert bucket.joined().tolist() == torch.cat([bucket.joined()[:128], pieces["a"], torch.zeros(49)]).tolist()
+        reducer.zero()
+        assert not bucket.pieces
+    # A main_grad is there to be added to, so that one has a bucket.
+    named["a"].main_grad = torch.zeros(5, 3)  # type: ignore[attr-defined]
+    reducer = GradientReducer(named.items(), dict.fromkeys(named, DENSE), _one_rank())
+    named["a"].main_grad += 1.0  # type: ignore[attr-defined]
+    named["a"].grad = torch.ones(5, 3)
+    assert reducer.reduce()["a"].tolist() == [2.0] * 15
 
 
 class _IntoMainGrad(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -33,6 +34,19 @@ def rank_one_sleeps(rank: int, world: int) -> int:
 
 def group_size(rank: int, world: int) -> int:
     return dist.get_world_size() if dist.is_initialized() else 0
+
+
+def last_to_come(rank: int, world: int, folder: str) -> float:
+    """Note when this rank leaves its group, and return when it was done; rank 1 is half a second late."""
+    leave = dist.destroy_process_group
+
+    def note_and_leave() -> None:
+        (Path(folder) / str(rank)).write_text(str(time.monotonic()))
+        leave()
+
+    dist.destroy_process_group = note_and_leave
+    time.sleep(0.5 * rank)
+    return time.monotonic()
 
 
 def is_running(process: int) -> bool:
@@ -70,6 +84,12 @@ def test_processes_are_used_again_and_ended() -> None:
         assert len(set(three)) == 3
         assert os.getpid() not in three
     assert not any(map(is_running, three))
+
+
+def test_no_rank_leaves_the_group_before_the_last_is_done(tmp_path: Path) -> None:
+    with RankPool(limit_s=60.0) as pool:
+        last_s = max(pool.run(last_to_come, 2, str(tmp_path)))
+        assert all(float((tmp_path / str(rank)).read_text()) >= last_s for rank in range(2))
 
 
 @pytest.mark.parametrize(

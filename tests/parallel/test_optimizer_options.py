@@ -63,11 +63,13 @@ def test_a_step_with_a_norm_that_is_not_finite_changes_nothing_and_is_counted(
     after = optimizer.state_dict() | {name: parameter.detach() for name, parameter in named.items()}
     for name, tensor in before.items():
         assert torch.equal(after[name], tensor + (name == "num_skipped")), name
+    optimizer.zero_grad()
     # The steps after it are those of a run that never had it.
     for step in range(3):
         for parameters, one in ((named, optimizer), (others, reference)):
             _set_gradients(parameters, step)
             one.step(0.1)
+            one.zero_grad()
     assert int(optimizer.num_skipped) == 1
     for name, tensor in reference.state_dict().items():
         assert name == "num_skipped" or torch.equal(optimizer.state_dict()[name], tensor), name
@@ -121,6 +123,7 @@ def _steps_with_an_outlier(rank: int, world: int) -> tuple[list[int], int, Tenso
             # Each rank knows only its share of the loss; the sum is far off in step 9.
             share = torch.tensor(1.0 + 0.01 * (step % 2) + (5.0 if step == 9 and rank == 1 else 0.0))
             optimizer.step(0.1, loss=share)
+            optimizer.zero_grad()
             skipped.append(int(optimizer.num_skipped))
         return skipped, int(optimizer.state_dict()["step"]), parameter.detach()
 
@@ -141,6 +144,7 @@ def test_moments_in_bf16_are_the_rounded_ones_of_fp32() -> None:
         for parameters, one in ((named, optimizer), (others, reference)):
             _set_gradients(parameters, step)
             one.step(0.1)
+            one.zero_grad()
         for name, rounded in optimizer.state_dict().items():
             if name.startswith("exp_avg"):
                 exact = reference.state_dict()[name]

@@ -82,12 +82,12 @@ def test_minus_one_is_resolved_and_every_number_shown(tiny):
             "  weights, float32: 4,192 bytes = 4.1 KiB",
             "  gradients as autograd leaves them, float32: 4,192 bytes = 4.1 KiB",
             # In buckets a tensor begins at a multiple of 64 and so does a shard: 1,472 dense numbers, 4 shards of 384;
-            # 128 + 48 of the expert, in one of 192.
-            f"  gradients for the sum over ranks, float32: {4 * (4 * 384 + 192):,} bytes = 6.8 KiB",
+            # 128 + 48 of the expert, in one of 192, whose gradients no other rank has.
+            f"  gradients for the sum over ranks, float32: {4 * 4 * 384:,} bytes = 6.0 KiB",
             f"  moments, float32: {2 * 4 * (384 + 192):,} bytes = 4.5 KiB",
             "  counters: 16 bytes",
             "  in passing, for the exchange of one bucket: 7,680 bytes = 7.5 KiB",
-            "  sum: 27,600 bytes = 27.0 KiB",
+            "  sum: 26,832 bytes = 26.2 KiB",
             "",
             "bytes that a rank sends in a step",
             f"  gradients: {3 * 384 * 4:,} bytes = 4.5 KiB",
@@ -118,6 +118,13 @@ def test_bfloat16_needs_main_weights(tiny):
     assert "as autograd leaves them" not in shown
     assert f"main weights, float32: {4 * (384 + 192):,} bytes" in shown
     assert f"moments, bfloat16: {2 * 2 * (384 + 192):,} bytes" in shown
+
+
+def test_muon_and_adamw_share_the_parameters(tiny):
+    assert "Muon" not in report(load_config(tiny), 4)
+    muon = ATTENTION + DENSE_MLP + 4 * EXPERT
+    line = f"  parameters updated by Muon: {muon:,}; by AdamW: {EMBEDDING_AND_HEAD + NORMS + ROUTER:,}\n"
+    assert line in report(load_config(tiny, ["optimizer.muon=true"]), 4)
 
 
 @pytest.mark.parametrize(("saved_rows", "num_buffers"), [("copy", 3 + 1), ("lease", 1 + 2), ("fetch", 4)])

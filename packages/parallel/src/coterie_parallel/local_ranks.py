@@ -80,7 +80,9 @@ class RankPool:
                 call = function, rank, num_ranks, store, self._timeout_s, args
                 self._ends[rank].send_bytes(pickle.dumps(call))
             try:
-                return self._collect(num_ranks)
+                results = self._collect(num_ranks)
+                self._collect(num_ranks)  # they have left their group
+                return results
             except BaseException:
                 self.close()
                 raise
@@ -183,19 +185,23 @@ def _serve(end: Connection, num_threads: int) -> None:
             function, rank, num_ranks, store, timeout_s, args = pickle.loads(end.recv_bytes())
         except EOFError:
             return
-        failure, value = "", None
+        # Plain pickle: Connection.send would hand tensors over in shared memory. The result goes before the farewell,
+        # in which a rank may wait for one that is late: only that one is named then.
+        failure = ""
         try:
             with _group(rank, num_ranks, store, timeout_s):
-                value = function(rank, num_ranks, *args)
+                end.send_bytes(pickle.dumps(("", function(rank, num_ranks, *args))))
         except BaseException:
             failure = traceback.format_exc()
-        # Plain pickle: Connection.send would hand tensors over in shared memory.
-        end.send_bytes(pickle.dumps((failure, value)))
+        end.send_bytes(pickle.dumps((failure, None)))
 
 
 @contextlib.contextmanager
 def _group(rank: int, num_ranks: int, store: str, timeout_s: float) -> Iterator[None]:
-    """Hold the default process group, which one rank does not need. The ranks meet through a file."""
+    """Hold the default process group, which one rank does not need. The ranks meet through a file, and leave together.
+
+    A rank that left earlier would close connections that others are still making.
+    """
     if num_ranks == 1:
         yield
         return
@@ -209,5 +215,6 @@ def _group(rank: int, num_ranks: int, store: str, timeout_s: float) -> Iterator[
         )
         try:
             yield
+            dist.barrier()
         finally:
             dist.destroy_process_group()

@@ -129,8 +129,20 @@ def _model_lines(config: Config, spec: ModelSpec, vocabulary: str) -> list[str]:
         f"vocabulary: {spec.vocab_size:,} ({vocabulary})",
         f"parameters: {total:,}",
         f"active parameters for a token: {active_parameters(spec):,}",
+        *_muon_lines(config, spec),
         f"export families that can hold it: {families}",
     ]
+
+
+def _muon_lines(config: Config, spec: ModelSpec) -> list[str]:
+    """Say how many parameters Muon updates and how many AdamW, where there is Muon."""
+    settings = config.optimizer.to_adamw()
+    if settings.muon is None:
+        return []
+    numel = {"muon": 0, "adamw": 0}
+    for name, shape in _parameter_shapes(spec).items():
+        numel[settings.kind_of(name, len(shape))] += math.prod(shape)
+    return [f"parameters updated by Muon: {numel['muon']:,}; by AdamW: {numel['adamw']:,}"]
 
 
 def _holds_lines(config: Config, plan: Plan) -> list[str]:

@@ -403,6 +403,9 @@ def config_problems(config: Config, world: int | None, vocab_size: int | None = 
         # The export's own rules come last: where they repeat a rule from above, it was reported in the file's words.
         spec = config.model.to_spec(vocab_size or config.data.vocab_size, config.data.sequence_length, None)
         found += [f"model: {problem}" for problem in spec.problems()]
+        if not spec.problems():
+            unused = config.optimizer.to_adamw().unused_patterns(spec.tensor_shapes())
+            found += [f"optimizer: {problem}" for problem in unused]
     return list(dict.fromkeys(found))
 
 

@@ -14,6 +14,7 @@ in each micro-batch or in the last one. Counts of rows, the norm, metrics and pa
 """
 
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -183,8 +184,12 @@ def compare_data_parallel(axis: Axis, sizes: DataParallelSizes, repeats: int = 5
     """
     if problems := sizes.problems(axis.size):
         raise ValueError("\n".join(problems))
-    runners = [_Runner(way, axis, sizes) for way in _ways(axis.size)]
-    for _ in range(repeats):
+    runners = []
+    for way in _ways(axis.size):
+        _report(axis, f"{way.name}: two steps that are not timed")
+        runners.append(_Runner(way, axis, sizes))
+    for number in range(repeats):
+        _report(axis, f"round {number + 1} of {repeats}")
         for runner in runners:
             runner.timed_step()
     own = [(runner.times_s, runner.sent_bytes, runner.peak_bytes, runner.losses) for runner in runners]
@@ -228,6 +233,12 @@ def data_parallel_table(rows: Sequence[DataParallelRow]) -> str:
             + ("as the first" if row.agrees else "differ from the first")
         )
     return "\n".join(lines)
+
+
+def _report(axis: Axis, text: str) -> None:
+    """Say on standard error, which results do not go to, how far a comparison is: it takes minutes."""
+    if axis.index == 0:
+        print(text, file=sys.stderr, flush=True)
 
 
 class _Runner:

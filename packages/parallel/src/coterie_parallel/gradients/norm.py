@@ -11,7 +11,7 @@ from coterie_parallel.mesh import Mesh
 
 __all__ = ["clip_gradients_", "count_elements", "global_gradient_norm", "global_sums"]
 
-_PART_NUMEL = 2**18
+_PART_NUMEL = 2**16
 
 
 def global_gradient_norm(gradients: Iterable[Tensor], mesh: Mesh, *, order: float = 2.0) -> Tensor:
@@ -26,19 +26,28 @@ def global_gradient_norm(gradients: Iterable[Tensor], mesh: Mesh, *, order: floa
     """
     if order not in (2.0, math.inf):
         raise ValueError(f"order ({order}) must be 2.0 or math.inf")
-    norms = [torch.linalg.vector_norm(part, order, dtype=torch.float64) for grad in gradients for part in _parts(grad)]
-    # fp64, as the squares of fp32 numbers do not all fit into fp32.
-    own = torch.stack(norms) if norms else torch.zeros(1, dtype=torch.float64, device=mesh.device)
+    present = [grad.detach() for grad in gradients if grad.numel()]
+    none = torch.zeros(1, dtype=torch.float64, device=mesh.device)
     if order == 2.0:
-        return global_sums([own.square().sum()], mesh)[0].sqrt()
+        squares = [square for grad in present for square in _squares(grad)]
+        return global_sums([torch.stack(squares).sum() if squares else none[0]], mesh)[0].sqrt()
+    largest = [torch.linalg.vector_norm(grad, math.inf).double() for grad in present]
+    own = torch.stack(largest) if largest else none
     return torch.stack(all_gather(own.amax(), mesh.axis("world"))).amax()
 
 
-def _parts(grad: Tensor) -> Sequence[Tensor]:
-    if grad.numel() == 0:
-        return []
-    # On a CPU torch copies what it is given to fp64 first; the copy of a part stays in the cache.
-    return [grad] if grad.is_cuda else torch.split(grad.flatten(), _PART_NUMEL)
+def _squares(grad: Tensor) -> list[Tensor]:
+    """Return sums of squares in fp64, as the squares of fp32 numbers do not all fit into fp32."""
+    if grad.is_cuda:
+        return [torch.linalg.vector_norm(grad, dtype=torch.float64).square()]
+    # On a CPU torch would copy all of it to fp64 first, into fresh memory. One small copy stays in the cache.
+    parts = torch.split(grad.reshape(-1), _PART_NUMEL)
+    copy = torch.empty(parts[0].numel(), dtype=torch.float64)
+    found = []
+    for part in parts:
+        same = copy[: part.numel()].copy_(part)
+        found.append(torch.dot(same, same))
+    return found
 
 
 def global_sums(values: Sequence[Tensor], mesh: Mesh) -> Tensor:

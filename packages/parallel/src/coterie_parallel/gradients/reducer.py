@@ -70,8 +70,10 @@ class Bucket:
         axis: the axis over which they are summed; None for nothing to sum.
         index: which shard this rank has.
         parameters: by name, local shapes.
-        shard: fp32, (shard_numel), the summed gradients that this rank keeps.
-        pieces: views into ``shard``, 1-D, by name; empty for a parameter that lies in other shards only.
+        is_borrowed: nothing is summed, and ``grad`` is fp32: then that is the gradient, and the bucket has no memory.
+        shard: fp32, (shard_numel), the summed gradients that this rank keeps; (0) if it is borrowed.
+        pieces: views into ``shard``, 1-D, by name; empty for a parameter that lies in other shards only. If borrowed,
+            views into ``grad``, and there between `fill` and `zero` only.
         flat: fp32, (numel), this rank's own gradients; None while a sharded bucket has none. Where it is there to stay,
             parameters that are not fp32 have their part of it as ``main_grad``.
     """
@@ -85,8 +87,17 @@ class Bucket:
         self.arrived: set[str] = set()
         self.is_sent = False
         self.is_sharded = sharded and self.axis is not None
+        self.is_borrowed = (
+            self.axis is None
+            and layout.dtype == torch.float32
+            and not any(hasattr(parameter, "main_grad") for parameter in self.parameters.values())
+        )
         self.flat: Tensor | None = None
+        self.pieces: dict[str, Tensor] = {}
         device = next(iter(self.parameters.values())).device
+        if self.is_borrowed:
+            self.shard = torch.zeros(0, dtype=torch.float32, device=device)
+            return
         if self.is_sharded:
             self.shard = torch.zeros(layout.shard_numel, dtype=torch.float32, device=device)
             for parameter in self.parameters.values():
@@ -117,6 +128,18 @@ class Bucket:
             pieces[slot.name] = shard.narrow(0, start, last - first)
         return pieces
 
+    def parts(self) -> list[Tensor]:
+        """Return tensors in which every gradient that this rank keeps is once, and else only zeros."""
+        return list(self.pieces.values()) if self.is_borrowed else [self.shard]
+
+    def joined(self) -> Tensor:
+        """Return the gradients that this rank keeps as they lie in its shard: fp32, (shard_numel)."""
+        if not self.is_borrowed:
+            return self.shard
+        whole = self.shard.new_zeros(self.layout.numel)
+        torch._foreach_copy_(list(self.cut(whole).values()), list(self.pieces.values()))
+        return whole
+
     def is_complete(self) -> bool:
         """Return whether every parameter has its gradient of the present backward."""
         return len(self.arrived) == len(self.parameters)
@@ -129,6 +152,12 @@ class Bucket:
         if parameter.grad is not None:
             self._view(self.flat, self._slots[name]).add_(parameter.grad)
             parameter.grad = None
+
+    def borrow(self) -> None:
+        """Take the gradients as pieces from where autograd has left them; none is zero."""
+        for name, parameter in self.parameters.items():
+            grad = parameter.grad
+            self.pieces[name] = self.shard.new_zeros(parameter.numel()) if grad is None else grad.detach().reshape(-1)
 
     def fill(self) -> Tensor:
         """Return the buffer with the gradients of all parameters in it: ``main_grad`` plus ``grad``; none is zero."""
@@ -152,6 +181,8 @@ class Bucket:
             self.shard.zero_()
         elif self.flat is not None and any(hasattr(one, "main_grad") for one in self.parameters.values()):
             self.flat.zero_()
+        elif self.is_borrowed:
+            self.pieces.clear()
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -242,6 +273,8 @@ class GradientReducer:
     def reduce(self) -> dict[str, Tensor]:
         """Return this rank's pieces of the summed gradients by name: fp32, 1-D, views into the buckets.
 
+        Views into ``grad`` where a parameter is fp32 and nobody else has it.
+
         The gradient of a parameter is its ``grad`` plus its ``main_grad``, where it has them; none counts as zero.
         Gradients are good for one reduction, as sums are written over a part of them: `zero` comes before the next.
         """
@@ -250,7 +283,9 @@ class GradientReducer:
         if not (self.config.sharded and self._is_begun):
             self._send_rest()
         for bucket in self.buckets:
-            if bucket.axis is None:
+            if bucket.is_borrowed:
+                bucket.borrow()
+            elif bucket.axis is None:
                 bucket.fill()
         self._background.finish()
         self._is_begun = False
@@ -261,7 +296,7 @@ class GradientReducer:
         """Return the summed gradients whole, in local shapes, as copies; after `reduce`, for checks; all ranks call."""
         found: dict[str, Tensor] = {}
         for bucket in self.buckets:
-            parts = [bucket.shard.clone()] if bucket.axis is None else all_gather(bucket.shard, bucket.axis)
+            parts = [bucket.joined().clone()] if bucket.axis is None else all_gather(bucket.shard, bucket.axis)
             found.update(bucket.views(torch.cat(parts)))
         return found
 

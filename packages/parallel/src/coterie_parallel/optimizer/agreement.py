@@ -55,5 +55,5 @@ def _sum_of_bits(parameter: Tensor) -> Tensor:
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
     bits = parameter.detach().view(-1).view(integer)
     # On a CPU torch copies what it is given to int64 first; the copy of a part stays in the cache.
-    parts = [bits] if bits.is_cuda else bits.split(_PART_NUMEL)
+    parts = [bits] if bits.is_cuda else torch.split(bits, _PART_NUMEL)
     return torch.stack([part.sum(dtype=torch.int64) for part in parts]).sum()

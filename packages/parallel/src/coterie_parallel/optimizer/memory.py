@@ -21,7 +21,8 @@ class OptimizerMemory:
     Attributes:
         parameters: the weights that the model computes with.
         autograd_gradients: ``Parameter.grad`` of fp32 parameters, which autograd keeps over the micro-batches.
-        main_gradients: the fp32 buckets; only this rank's shards of them if gradients are sharded.
+        main_gradients: the fp32 buckets; only this rank's shards of them if gradients are sharded; not those of fp32
+            parameters that no other rank has, whose gradients stay where autograd leaves them.
         main_weights: the fp32 shards of parameters that are not fp32.
         moments: the shards of the moments.
         counters: step counts and the window of outliers.
@@ -97,7 +98,11 @@ def optimizer_memory(
         autograd_gradients=sum(
             4 * numel for name, numel, dtype in sizes if dtype == torch.float32 and not is_sharded[name]
         ),
-        main_gradients=sum(4 * (layout.shard_numel if reduction.sharded else layout.numel) for layout in layouts),
+        main_gradients=sum(
+            4 * (layout.shard_numel if reduction.sharded else layout.numel)
+            for layout in layouts
+            if layout.num_shards > 1 or layout.dtype != torch.float32
+        ),
         main_weights=sum(4 * layout.shard_numel for layout in layouts if layout.dtype != torch.float32),
         moments=sum((2 if layout.kind == "adamw" else 1) * moment_bytes * layout.shard_numel for layout in layouts),
         counters=counters,

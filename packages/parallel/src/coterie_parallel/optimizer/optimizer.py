@@ -105,7 +105,8 @@ class Optimizer:
 
         Bitwise repeatable, and without a host read of device values. A step whose norm is not finite, or that is an
         outlier, changes no weight and no moment, and is counted in ``num_skipped``. All ranks must call together.
-        The gradients are used up: `zero_grad` comes before the next ones.
+        The gradients are used up (those of fp32 parameters of one rank alone are clipped in ``grad``): `zero_grad`
+        comes before the next ones.
 
         Args:
             learning_rate: of this step; None takes the one of the config.
@@ -117,7 +118,7 @@ class Optimizer:
         rate = self.config.learning_rate if learning_rate is None else learning_rate
         self.wait_for_weights()
         self.reducer.reduce()
-        norm = global_gradient_norm([state.bucket.shard for state in self._states], self._mesh)
+        norm = global_gradient_norm([part for state in self._states for part in state.bucket.parts()], self._mesh)
         is_skipped = ~norm.isfinite()
         if self._guard is not None and loss is not None:
             is_skipped = is_skipped | self._guard.judge(global_sums([loss.detach().double()], self._mesh)[0], norm)
@@ -138,7 +139,7 @@ class Optimizer:
         return norm
 
     def zero_grad(self) -> None:
-        """Forget the gradients of all parameters; once after every step, or before it, as a second step refuses them."""
+        """Forget the gradients of all parameters; between any two steps, as a step refuses used ones."""
         self.reducer.zero()
 
     def overlap_with_forward(self, modules: Iterable[nn.Module]) -> None:
@@ -273,7 +274,7 @@ class Optimizer:
         assert config is not None
         updates = []
         for state in states:
-            kept, gradient = state.flat_moments["momentum"], state.bucket.shard
+            kept, gradient = state.flat_moments["momentum"], state.bucket.joined()
             momentum = torch.lerp(kept.float(), gradient, 1 - config.momentum)
             update = torch.lerp(gradient, momentum, config.momentum) if config.nesterov else momentum
             updates.append(update.to(config.iteration_dtype(state.bucket.layout.dtype)))

@@ -1,6 +1,7 @@
 """The command `coterie verify`: the same numbers in every layout, for a user's own config scaled down."""
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -116,15 +117,19 @@ def _compare(layout: "Layout", config: "Config", expected: "Outcome", pool: "Ran
     from coterie_trainer.verify.layout import layout_config
     from coterie_trainer.verify.running import run_layout
 
+    begins_line = sys.stdout.isatty()  # a layout may take a minute
+    if begins_line:
+        print(f"{layout!s:<{width}}", end="", flush=True)
+    name = "" if begins_line else f"{layout!s:<{width}}"
     try:
         found = pool.run(run_layout, layout.world, layout_config(layout, config))[0]
     except RankError as error:
-        print(f"{layout!s:<{width}}  failed: {error}", flush=True)
+        print(f"{name}  failed: {error}", flush=True)
         return False
     comparison = compare(expected, found)
     figures = [*(comparison.largest[kind] for kind in KINDS), max(comparison.largest_element.values())]
     verdict = "same" if comparison.agrees else "DIFFERS"
-    print(f"{layout!s:<{width}}" + "".join(f"  {figure:>12.1e}" for figure in figures) + f"  {verdict}", flush=True)
+    print(name + "".join(f"  {figure:>12.1e}" for figure in figures) + f"  {verdict}", flush=True)
     for text in comparison.problems():
         print(f"    {text}", flush=True)
     return comparison.agrees

@@ -106,7 +106,6 @@ def run_layout(rank: int, world: int, config: Config, num_steps: int = 3) -> Out
     plan = make_plan(config.parallel, world, num_experts=config.model.num_experts, top_k=config.model.top_k)
     device = torch.device("cpu")
     with Mesh(plan, rank, timeout_s=config.parallel.timeout_s) as mesh, closing(Run(config, mesh, device)) as run:
-        _iterate_in_fp32(run)
         batches = UnevenBatches(config, mesh.axis("data").index, mesh.axis("data").size)
         reductions = _kept_reductions(run)
         steps: list[StepOutcome] = []
@@ -129,13 +128,6 @@ def run_layout(rank: int, world: int, config: Config, num_steps: int = 3) -> Out
             steps.append(outcome)
         owners = _owners(run)
     return Outcome(steps=tuple(steps), owners=owners, replica_problems=tuple(problems)) if rank == 0 else None
-
-
-def _iterate_in_fp32(run: Run) -> None:
-    """Let Muon, where there is one, iterate in fp32: bf16 turns the last bit of a sum into another update."""
-    muon = run.optimizer.config.muon
-    if muon is not None:
-        run.optimizer.config = replace(run.optimizer.config, muon=replace(muon, dtype="float32"))
 
 
 def _kept_reductions(run: Run) -> list[dict[str, Tensor | Chunk]]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
@@ -65,15 +66,19 @@ def scaled(config: Config, folder: Path, layouts: Sequence[Layout]) -> Config:
     widths; ``init_std`` grows with the root of the width, so that router logits stay as far apart. Everything is fp32.
     The learning rate is the highest one from the first step on. AdamW's eps is at least 1e-4: the first updates are
     close to rate * g / (|g| + eps), so with 1e-8 the rounding of a sum that comes out near zero, of about 1e-9, would
-    be an update of any size.
+    be an update of any size. Patterns of names that match only layers which are left out are left out too.
 
     Args:
         config: as it was read.
         folder: where its tokens, see `write_vocabulary`, and nothing else will be.
         layouts: all of them can split a step, and the layers.
     """
+    model = _scaled_model(config.model, _num_layers(config, layouts))
+    names = list(model.to_spec(VOCAB_SIZE, config.data.sequence_length, None).tensor_shapes())
     optimizer = replace(
         config.optimizer,
+        weight_decays=_matching(config.optimizer.weight_decays, names),
+        learning_rate_factors=_matching(config.optimizer.learning_rate_factors, names),
         warmup_steps=0,
         decay_steps=0,
         eps=max(config.optimizer.eps, _EPS),
@@ -86,7 +91,7 @@ def scaled(config: Config, folder: Path, layouts: Sequence[Layout]) -> Config:
         run_folder=str(folder / "run"),
         device="cpu",
         dtype="float32",
-        model=_scaled_model(config.model, _num_layers(config, layouts)),
+        model=model,
         data=replace(
             config.data,
             path=str(folder / "tokens"),
@@ -107,6 +112,10 @@ def scaled(config: Config, folder: Path, layouts: Sequence[Layout]) -> Config:
         ),
         log=replace(config.log, tensorboard=False),
     )
+
+
+def _matching(pairs: tuple[tuple[str, float], ...], names: Sequence[str]) -> tuple[tuple[str, float], ...]:
+    return tuple(pair for pair in pairs if any(fnmatchcase(name, pair[0]) for name in names))
 
 
 def _num_layers(config: Config, layouts: Sequence[Layout]) -> int:
