@@ -34,15 +34,16 @@ def run(bench: Bench) -> None:
     resident, fsdp = seen["resident"], seen["fsdp"]
     if resident is None or fsdp is None:
         return
-    if not abs(fsdp[0] - resident[0]) <= bench.tolerance * resident[0]:
-        bench.fault(f"first loss of fsdp {fsdp[0]}, resident {resident[0]}")
-    ratio = resident[1] / fsdp[1]
+    for what, a, b in zip(("loss", "norm"), resident, fsdp, strict=False):
+        if not abs(a - b) <= bench.tolerance * a:
+            bench.fault(f"first {what} of fsdp {b}, resident {a}")
+    ratio = resident[2] / fsdp[2]
     bench.row(name="resident over fsdp", ratio=ratio)
     bench.target("resident over fsdp", ratio, _GOAL)
 
 
-def _measure(bench: Bench, case: Case, name: str, parallel: ParallelConfig) -> tuple[float, float]:
-    """Return the first loss, and tokens/s/GPU."""
+def _measure(bench: Bench, case: Case, name: str, parallel: ParallelConfig) -> tuple[float, float, float]:
+    """Return first loss and norm, and tokens/s/GPU."""
     built = build(bench, case, parallel, compiled=bench.settings.compiled)
     first = built.step()
     row = time_steps(bench, built, warmups=1, num_data=bench.world)
@@ -51,7 +52,7 @@ def _measure(bench: Bench, case: Case, name: str, parallel: ParallelConfig) -> t
     built.close(bench)
     del built
     bench.free()
-    return first.loss, row["tokens_per_s_per_gpu"]
+    return first.loss, first.gradient_norm, row["tokens_per_s_per_gpu"]
 
 
 def _case(bench: Bench) -> Case:

@@ -139,7 +139,7 @@ def build(
     )
     _draw(model, first_expert=mesh.axis("expert").index * (case.spec.num_experts // mesh.axis("expert").size))
     optimizer: Optimizer | FsdpOptimizer
-    config = AdamWConfig(moments_dtype=moments)  # type: ignore[arg-type]
+    config = AdamWConfig(moments_dtype=moments)
     if is_fsdp:
         shard_model(model, mesh, dtype=bench.dtype)
         optimizer = FsdpOptimizer(model, mesh, config, dtype=bench.dtype)

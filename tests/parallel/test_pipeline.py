@@ -1,6 +1,7 @@
 """Stages on several ranks compute what one process computes, in every schedule, and fail with the error of a stage."""
 
 import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -184,53 +185,106 @@ class BrokenBackward(Layers):
         return out
 
 
+class Wrong(Layers):
+    """Returns something else than was declared, or the right thing in other memory."""
+
+    def __init__(self, numbers: range, kind: str) -> None:
+        super().__init__(numbers)
+        self.kind = kind
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        out = super().forward(x, scale)
+        if self.kind == "dtype":
+            return out.float()
+        return out[:, :3] if self.kind == "shape" else out.T.contiguous().T
+
+
+class BrokenOnce(Layers):
+    is_broken = True
+
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        if self.is_broken:
+            self.is_broken = False
+            raise RuntimeError("first time")
+        return super().forward(x, scale)
+
+
 def _fail(rank: int, world: int, kind: str) -> tuple[str, str]:
     parallel = ParallelConfig(pipeline=2, timeout_s=3)
     with Mesh(make_plan(parallel, world), rank, timeout_s=3) as mesh:
         stages = make_stages(parallel, NUM_LAYERS)
         (stage,) = stages.on_rank(rank)
-        made = {"forward": Broken, "backward": BrokenBackward}.get(kind, Layers) if rank == 1 else Layers
+        where = {"forward": 1, "backward": 1, "dtype": 0, "shape": 0, "contiguous": 0, "again": 0}.get(kind)
+        made: Any = {"forward": Broken, "backward": BrokenBackward, "again": BrokenOnce}.get(kind)
+        made = made or (lambda layers: Wrong(layers, kind))
+        module = made(stage.layers) if rank == where else Layers(stage.layers)
         data = _inputs(2)
-        pipeline = Pipeline(
-            stages,
-            {rank: made(stage.layers)},
-            mesh,
-            num_micro_batches=2,
-            input_like=data["inputs"][0],
-            hidden_like=data["inputs"][0],
-            loss=lambda out, target: (out - target).sum(),
-        )
-        if kind == "lengths":
-            data["inputs"][1] = torch.randn(BATCH + 1, WIDTH, dtype=torch.float64)
-        if kind == "number":
-            data = _inputs(3)
-        if kind == "late" and rank == 1:
-            return "", ""
+        like = data["inputs"][0]
         try:
+            pipeline = Pipeline(
+                make_stages(ParallelConfig(), NUM_LAYERS) if kind == "one stage" else stages,
+                {} if kind == "no module" and rank == 1 else {rank: module},
+                mesh,
+                num_micro_batches={"few": 1, "ranks": 2 + rank}.get(kind, 2),
+                input_like=like.float() if kind == "ranks" and rank == 1 else like,
+                hidden_like=like,
+                loss=lambda out, target: (out - target).sum(),
+            )
+            if kind == "lengths":
+                data["inputs"][1] = torch.randn(BATCH + 1, WIDTH, dtype=torch.float64)
+            elif kind == "number":
+                data = _inputs(3)
+            elif kind == "other lengths":
+                data = {name: [one[:1] for one in tensors] for name, tensors in data.items()}
+            elif (kind, rank) in {("late", 1), ("late in evaluation", 0)}:
+                return "", ""
             with torch.set_grad_enabled(kind != "late in evaluation"):
-                if kind == "late in evaluation" and rank == 0:
-                    return "", ""
+                pipeline.run(**data)
+            with torch.no_grad():
                 pipeline.run(**data)
         except Exception as error:
+            if kind == "again" and rank == 0 and str(error) == "first time":
+                time.sleep(5)  # until the peer has given up
+                try:
+                    pipeline.run(**data)
+                except Exception as later:
+                    return type(later).__name__, str(later)
             return type(error).__name__, str(error)
     return "", ""
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "text"),
+    ("kind", "broken", "name", "text"),
     [
-        ("forward", "ValueError", "expert ids that do not exist"),
-        ("backward", "KeyError", "broken backward"),
+        ("forward", 1, "ValueError", "expert ids that do not exist"),
+        ("backward", 1, "KeyError", "broken backward"),
+        (
+            "dtype",
+            0,
+            "ValueError",
+            "stage 0 returned (3, 6) of torch.float32, and hidden_like is (3, 6) of torch.float64",
+        ),
+        ("shape", 0, "ValueError", "stage 0 returned (3, 3) of torch.float64, and hidden_like is (3, 6)"),
     ],
 )
 def test_what_a_stage_raises_keeps_its_type_and_its_peer_names_the_axis(
-    pool: RankPool, kind: str, name: str, text: str
+    pool: RankPool, kind: str, broken: int, name: str, text: str
 ) -> None:
-    peer, broken = pool.run(_fail, 2, kind)
-    assert broken[0] == name
-    assert text in broken[1]
-    assert peer[0] == CollectiveError.__name__
-    assert "'pipeline' axis (ranks 0, 1)" in peer[1]
+    results = pool.run(_fail, 2, kind)
+    assert results[broken][0] == name
+    assert text in results[broken][1]
+    assert results[1 - broken][0] == CollectiveError.__name__
+    assert "'pipeline' axis (ranks 0, 1)" in results[1 - broken][1]
+
+
+def test_a_later_run_does_not_raise_what_an_earlier_one_did(pool: RankPool) -> None:
+    first, _ = pool.run(_fail, 2, "again")
+    assert first[0] == CollectiveError.__name__
+    assert "first time" not in first[1]
+
+
+def test_an_output_in_another_order_of_memory_is_sent_all_the_same(pool: RankPool) -> None:
+    assert pool.run(_fail, 2, "contiguous") == [("", "")] * 2
 
 
 @pytest.mark.parametrize(("kind", "late"), [("late", 1), ("late in evaluation", 0)])
@@ -241,16 +295,28 @@ def test_a_late_peer_is_an_error_that_names_the_axis(pool: RankPool, kind: str, 
 
 
 @pytest.mark.parametrize(
-    ("kind", "text"),
+    ("kind", "texts"),
     [
-        ("lengths", "needs as many inputs, all of one shape; got 2 of (3, 6), (4, 6)"),
-        ("number", "a pipeline of 2 micro-batches needs as many inputs, all of one shape; got 3 of (3, 6)"),
+        ("lengths", ["needs as many inputs, all of one shape; got 2 of (3, 6), (4, 6)"]),
+        ("number", ["a pipeline of 2 micro-batches needs as many inputs, all of one shape; got 3 of (3, 6)"]),
+        ("other lengths", ["inputs are (1, 6) of torch.float64, and input_like is (3, 6) of torch.float64"]),
+        ("few", ["(1) must be at least 2, the number of stages, with pipeline_schedule", 'use "gpipe"']),
+        ("one stage", ["the pipeline axis has 2 ranks and the stages are for 1", "modules are for the stages [1]"]),
+        ("no module", ["modules are for the stages [], and those of this rank are [1]"]),
+        (
+            "ranks",
+            [
+                "num_micro_batches must be the same on all ranks of the pipeline axis; it is 2 on rank 0, 3 on rank 1",
+                "input_like must be the same on all ranks",
+            ],
+        ),
     ],
 )
-def test_micro_batches_of_another_number_or_length_are_refused(pool: RankPool, kind: str, text: str) -> None:
+def test_what_does_not_fit_is_refused_on_all_ranks(pool: RankPool, kind: str, texts: list[str]) -> None:
     for name, message in pool.run(_fail, 2, kind):
         assert name == "ValueError"
-        assert text in message
+        for text in texts:
+            assert text in message
 
 
 def _tied(rank: int, world: int) -> tuple[dict[str, Tensor], float]:
@@ -278,21 +344,6 @@ def test_a_tied_embedding_gets_the_gradients_of_both_ends_and_counts_once_in_the
     assert len(copies) == 4
     assert all(torch.equal(copy, copies[0]) for copy in copies)
     assert not torch.equal(copies[0], torch.randn(5, 4, generator=torch.Generator().manual_seed(1)))
-
-
-def test_a_schedule_that_defers_needs_a_place_for_weight_gradients() -> None:
-    parallel = ParallelConfig(pipeline=2, pipeline_schedule="zbv")
-    like = torch.zeros(1)
-    with pytest.raises(ValueError, match=r'pipeline_schedule \("zbv"\) defers weight gradients; pass weights='):
-        Pipeline(
-            make_stages(parallel, 4),
-            {},
-            None,  # type: ignore[arg-type]
-            num_micro_batches=1,
-            input_like=like,
-            hidden_like=like,
-            loss=lambda out, target: out,
-        )
 
 
 def test_deferred_weight_gradients_are_added_once_and_in_fp32_where_there_is_a_main_grad() -> None:
@@ -324,6 +375,38 @@ def test_deferred_weight_gradients_are_added_once_and_in_fp32_where_there_is_a_m
         layer(x)
     weights.take()()
     torch.testing.assert_close(layer.weight.main_grad, expected)
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+def test_layers_that_are_more_than_a_product_keep_their_gradients_in_the_backward() -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 3)
+    layers = [Scaled(4, 3), nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), plain]
+    x = torch.randn(5, 4)
+    weights = WeightGradients()
+    for layer in layers[:2]:
+        expected = layer(x)
+        expected.sum().backward()
+        gradients = [parameter.grad.clone() for parameter in layer.parameters()]
+        layer.zero_grad()
+        weights.of_linear_layers(layer)
+        assert torch.equal(layer(x), expected)
+        layer(x).sum().backward()
+        assert all(map(torch.equal, [parameter.grad for parameter in layer.parameters()], gradients))
+    weights.of_linear_layers(plain)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = plain(x)
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    assert plain.weight.grad is not None
+    plain.weight.grad = None
+    plain(x[0]).sum().backward()  # a single vector
+    weights.take()()
+    torch.testing.assert_close(plain.weight.grad, x[0].expand(3, 4))
 
 
 def test_a_bias_gets_its_gradient_at_once() -> None:

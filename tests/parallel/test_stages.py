@@ -167,7 +167,7 @@ REFUSED = [
         8,
         [
             "num_layers (6) must be at least the number of stages (8) = pipeline (8) x stages_per_rank (1); largest "
-            "pipeline: 6"
+            "pipeline: 6; or set layers_per_stage, for example to [0, 1, 1, 1, 1, 1, 1, 0]"
         ],
     ),
     (
@@ -176,7 +176,7 @@ REFUSED = [
         8,
         [
             "num_layers (6) must be at least the number of stages (8) = pipeline (4) x stages_per_rank (2); largest "
-            "pipeline: 3"
+            "pipeline: 3; or set layers_per_stage, for example to [0, 1, 1, 1, 1, 1, 1, 0]"
         ],
     ),
     (
@@ -201,10 +201,7 @@ REFUSED = [
         dict(pipeline=2, layers_per_stage=(5, -1)),
         4,
         4,
-        [
-            "layers_per_stage (5, -1) leaves stage 1 empty; each needs at least 1 layer, but for the first, which has "
-            "the embedding, and the last, which has the head: 0 works for them"
-        ],
+        ["layers_per_stage (5, -1) must have numbers of at least 0"],
     ),
     (
         dict(pipeline=4),
@@ -229,8 +226,8 @@ REFUSED = [
         8,
         9,
         [
-            "micro-batches of a rank in a step (9) must be less than twice the pipeline (4) or a multiple of the "
-            'rounds (2) with pipeline_schedule ("interleaved_1f1b"); nearest: 8 or 10'
+            "micro-batches of a rank in a step (9) must be so many that 2 rounds of at least pipeline (4) are equal "
+            'with pipeline_schedule ("interleaved_1f1b"); nearest: 8 or 10'
         ],
     ),
     (

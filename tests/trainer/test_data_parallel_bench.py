@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from coterie_parallel import Axis
 from coterie_trainer.cli import main
-from coterie_trainer.data_parallel_bench import DataParallelSizes, predicted_bytes, ways
+from coterie_trainer.data_parallel_bench import DataParallelSizes, _report, predicted_bytes, ways
 from coterie_trainer.step_watch import StepWatch
 from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
@@ -37,6 +38,12 @@ def test_the_bytes_are_as_predicted_and_the_losses_are_equal(
     # Whole gradients that wait for the last micro-batch, and whole weights with their gradients, take more.
     assert rows["fsdp"]["peak_bytes"] < rows["fsdp, reduced once"]["peak_bytes"]
     assert rows["resident, expert = 2"]["peak_bytes"] < rows["resident, expert = 1"]["peak_bytes"]
+
+
+def test_the_first_rank_says_on_standard_error_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    for index in range(2):
+        _report(Axis(name="expert", size=2, index=index, group=None, ranks=(0, 1)), "round 1 of 5")
+    assert tuple(capsys.readouterr()) == ("", "round 1 of 5\n")
 
 
 def test_predicted_bytes_by_hand() -> None:

@@ -16,9 +16,10 @@ class OptimizerConfig:
 
     Everything is updated by AdamW, or with ``muon`` the hidden weights by Muon. ``weight_decays`` and
     ``learning_rate_factors`` are lists of pairs: a shell-style pattern of parameter names, and what replaces the decay,
-    or multiplies the rate, of those that match; the first that matches counts. ``gradient_dtype`` is what gradients
-    travel in; ``gradient_sharding`` keeps no full fp32 gradient. ``skip_outliers`` leaves out a step whose loss or
-    gradient norm is far above those of the steps before. See `coterie_parallel.AdamWConfig`.
+    or multiplies the rate, of those that match; the first that matches counts, and one that matches nothing is refused.
+    ``gradient_dtype`` is what gradients travel in; ``gradient_sharding`` keeps no full fp32 gradient. ``skip_outliers``
+    leaves out a step whose loss or gradient norm is far above those of the steps before. See
+    `coterie_parallel.AdamWConfig`.
     """
 
     learning_rate: float

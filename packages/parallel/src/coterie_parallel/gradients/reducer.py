@@ -336,6 +336,9 @@ class GradientReducer:
             return
         bucket.arrived.add(name)
         while self._next < len(self._shared) and self._shared[self._next].is_complete():
+            if self._shared[self._next].layout.axis == "embedding":
+                # The other end of the pipeline is still in its backward, and waits for what this rank sends later.
+                return
             self._send()
 
     def _send_rest(self) -> None:

@@ -18,9 +18,15 @@ class WeightGradients:
         self._jobs: list[Callable[[], None]] = []
 
     def of_linear_layers(self, module: nn.Module) -> None:
-        """Let every `nn.Linear` inside ``module`` leave its weight gradient to this, not that of its bias."""
+        """Let every plain `nn.Linear` inside ``module`` leave its weight gradient to this, not that of its bias.
+
+        Left alone, with all gradients in the backward, are layers with a forward of their own, those whose weight is
+        computed from other parameters, and every call under autocast. A hook on a weight does not see a gradient that
+        is computed later.
+        """
         for one in module.modules():
-            if isinstance(one, nn.Linear):
+            # What is no parameter (weight norm, parametrizations) has no gradient to add to.
+            if isinstance(one, nn.Linear) and one._parameters.get("weight") is not None and _is_plain(one):
                 one.forward = partial(_linear, one, self.put)  # type: ignore[method-assign]
 
     def put(self, job: Callable[[], None]) -> None:
@@ -39,9 +45,13 @@ class WeightGradients:
         return run
 
 
+def _is_plain(layer: nn.Linear) -> bool:
+    return type(layer).forward is nn.Linear.forward and "forward" not in vars(layer)
+
+
 def _linear(layer: nn.Linear, put: Callable[[Callable[[], None]], None], x: Tensor) -> Tensor:
     bias = cast("Tensor | None", layer.bias)
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
         return F.linear(x, layer.weight, bias)
     out: Tensor = _Linear.apply(x, layer.weight, put)
     return out if bias is None else out + bias
@@ -64,7 +74,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _add_weight_gradient(weight: Tensor, x: Tensor, grad: Tensor) -> None:
-    gradient = grad.flatten(0, -2).T @ x.flatten(0, -2)
+    gradient = grad.reshape(-1, grad.shape[-1]).T @ x.reshape(-1, x.shape[-1])
     main_grad: Tensor | None = getattr(weight, "main_grad", None)
     if main_grad is not None:
         main_grad.add_(gradient)

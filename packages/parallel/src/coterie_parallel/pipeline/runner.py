@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from coterie_parallel.collectives import CollectiveError, start_receive, start_send
+from coterie_parallel.collectives import CollectiveError, all_gather_objects, start_receive, start_send
 from coterie_parallel.mesh import Mesh
 from coterie_parallel.pipeline.deferred import WeightGradients
-from coterie_parallel.pipeline.stages import SCHEDULES, Stages
+from coterie_parallel.pipeline.stages import SCHEDULES, Stages, micro_batch_problems
 
 __all__ = ["Pipeline"]
 
@@ -31,7 +31,9 @@ class Pipeline:
             with the others they are computed right after each backward.
 
     Raises:
-        ValueError: a schedule that defers weight gradients has nowhere to put them.
+        ValueError: on all ranks, with everything that does not fit on any of them: fewer than two ranks, modules of
+            other stages, a number of micro-batches that the schedule can not run, no place for weight gradients that it
+            defers, or ranks that disagree in numbers, shapes or dtypes.
     """
 
     def __init__(
@@ -47,19 +49,31 @@ class Pipeline:
         weights: WeightGradients | None = None,
     ) -> None:
         schedule = SCHEDULES[stages.schedule]
+        self._axis = axis = mesh.axis("pipeline")
+        self._local = local = stages.on_rank(axis.index)
+        self._input_like, self._hidden_like = _meta(input_like), _meta(hidden_like)
+        problems = micro_batch_problems(stages.schedule, stages.num_ranks, len(stages.stages), num_micro_batches)
+        if axis.size != stages.num_ranks or axis.size < 2:
+            problems.append(
+                f"the pipeline axis has {axis.size} ranks and the stages are for {stages.num_ranks}; both must be the "
+                "same number of at least 2"
+            )
         if schedule.defers_weights and weights is None:
-            raise ValueError(f'pipeline_schedule ("{stages.schedule}") defers weight gradients; pass weights=')
+            problems.append(f'pipeline_schedule ("{stages.schedule}") defers weight gradients; pass weights=')
+        wanted = [stage.index for stage in local]
+        if sorted(modules) != wanted:
+            problems.append(f"modules are for the stages {sorted(modules)}, and those of this rank are {wanted}")
+        problems += self._disagreements(problems, num_micro_batches)
+        if problems:
+            raise ValueError("\n".join(problems))
         from torch.distributed import pipelining
 
         from coterie_parallel.pipeline.torch_stage import WatchedStage
 
-        self._axis = axis = mesh.axis("pipeline")
-        self._local = local = stages.on_rank(axis.index)
-        assert {stage.index for stage in local} == modules.keys(), "one module for each stage of this rank"
         self.num_micro_batches = num_micro_batches
         self._rank_of = {stage.index: stage.rank for stage in stages.stages}
-        self._modules, self._loss, self._device = modules, loss, mesh.device
-        self._hidden_like = hidden_like
+        self._modules = {index: _Checked(module, index, self._hidden_like) for index, module in modules.items()}
+        self._loss, self._device = loss, mesh.device
         self._defers = weights is not None
         self._has_first = any(stage.is_first for stage in local)
         self._has_last = any(stage.is_last for stage in local)
@@ -68,12 +82,12 @@ class Pipeline:
         self._around_last: Callable[[], AbstractContextManager[None]] = nullcontext
         self._torch_stages = [
             WatchedStage(
-                modules[stage.index],
+                self._modules[stage.index],
                 stage.index,
                 len(stages.stages),
                 mesh.device,
-                input_args=_meta(input_like if stage.is_first else hidden_like),
-                output_args=_meta(hidden_like),
+                input_args=self._input_like if stage.is_first else self._hidden_like,
+                output_args=self._hidden_like,
                 group=axis.group,
                 dw_builder=None if weights is None else weights.take,
             )
@@ -107,19 +121,25 @@ class Pipeline:
             others: keyword arguments of the modules, one tensor for each micro-batch.
 
         Raises:
-            ValueError: another number of micro-batches than this was made for, or shapes that differ.
+            ValueError: another number of micro-batches than this was made for, or another shape or dtype, of inputs or
+                of what a stage returns.
+            CollectiveError: a peer raised, died or was late.
         """
         for name, tensors in {"inputs": inputs, "targets": targets, **others}.items():
             shapes = list(dict.fromkeys(tuple(one.shape) for one in tensors))
             if len(tensors) != self.num_micro_batches or len(shapes) != 1:
                 raise ValueError(
                     f"a pipeline of {self.num_micro_batches} micro-batches needs as many {name}, all of one shape; got "
-                    f"{len(tensors)} of {', '.join(map(str, shapes))}"
+                    f"{len(tensors)}" + (f" of {', '.join(map(str, shapes))}" if shapes else "")
                 )
+        if not _is_like(inputs[0], self._input_like):
+            raise ValueError(f"inputs are {_described(inputs[0])}, and input_like is {_described(self._input_like)}")
         if not torch.is_grad_enabled():
             self._run_forward(inputs, targets, others)
             return
         self._backwards_left, self._around_last = self._num_backwards, around_last_backward
+        for stage in self._torch_stages:
+            stage.failure = None
         arguments = [torch.cat(list(inputs))] if self._has_first else []
         target = torch.cat(list(targets)) if self._has_last else None
         try:
@@ -164,7 +184,6 @@ class Pipeline:
                     self._loss(out, targets[number])
                 elif to != self._axis.index:
                     assert to is not None
-                    out = out.contiguous()
                     sends.append((out, start_send(out, self._axis, to=to)))  # the tensor must live until it is sent
                 else:
                     left.append(out)
@@ -172,10 +191,55 @@ class Pipeline:
         for _, pending in sends:
             pending.wait()
 
+    def _disagreements(self, problems: list[str], num_micro_batches: int) -> list[str]:
+        """Return what is wrong on other ranks, and in what the ranks differ; all of the axis call."""
+        own = {
+            "num_micro_batches": str(num_micro_batches),
+            "input_like": _described(self._input_like),
+            "hidden_like": _described(self._hidden_like),
+        }
+        everywhere = all_gather_objects((problems, own), self._axis)
+        found = [
+            f"rank {rank}: {text}"
+            for rank, (others, _) in zip(self._axis.ranks, everywhere, strict=True)
+            for text in others
+            if text not in problems
+        ]
+        for name in own:
+            values = {rank: one[name] for rank, (_, one) in zip(self._axis.ranks, everywhere, strict=True)}
+            if len(set(values.values())) > 1:
+                said = ", ".join(f"{value} on rank {rank}" for rank, value in values.items())
+                found.append(f"{name} must be the same on all ranks of the pipeline axis; it is {said}")
+        return found
+
     def _around_backward(self) -> AbstractContextManager[None]:
         self._backwards_left -= 1
         is_last = self._backwards_left == 0 and not self._defers
         return self._around_last() if is_last else nullcontext()
+
+
+class _Checked(nn.Module):
+    """A stage that returns what was declared: a peer waits for as many bytes, and takes whatever comes."""
+
+    def __init__(self, module: nn.Module, index: int, like: Tensor) -> None:
+        super().__init__()
+        self._module, self._index, self._like = module, index, like
+
+    def forward(self, x: Tensor, **others: Tensor) -> Tensor:
+        """Return the output of the stage, contiguous."""
+        out: Tensor = self._module(x, **others)
+        if not _is_like(out, self._like):
+            given, declared = _described(out), _described(self._like)
+            raise ValueError(f"stage {self._index} returned {given}, and hidden_like is {declared}")
+        return out.contiguous()
+
+
+def _is_like(one: Tensor, like: Tensor) -> bool:
+    return isinstance(one, Tensor) and one.shape == like.shape and one.dtype == like.dtype
+
+
+def _described(one: Tensor) -> str:
+    return f"{tuple(one.shape)} of {one.dtype}" if isinstance(one, Tensor) else f"no tensor but {type(one).__name__}"
 
 
 def _meta(like: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ __all__ = [
     "Stage",
     "Stages",
     "make_stages",
+    "micro_batch_problems",
     "num_stages_per_rank",
     "spread_layers",
     "stage_problems",
@@ -170,7 +171,7 @@ def stage_problems(
     if num_layers is not None:
         found += _layer_problems(config, num_layers, count)
     if num_micro_batches is not None:
-        found += _micro_batch_problems(config, num_micro_batches, count)
+        found += micro_batch_problems(config.pipeline_schedule, config.pipeline, count, num_micro_batches)
     return found
 
 
@@ -192,7 +193,9 @@ def _size_problems(config: "ParallelConfig", count: int) -> list[str]:
         found.append(
             f"layers_per_stage ({_numbers(sizes)}) must have {count} numbers, one for each of the {_stages(config)}"
         )
-    empty = [index for index, size in enumerate(sizes) if size < (0 if index in (0, len(sizes) - 1) else 1)]
+    if any(size < 0 for size in sizes):
+        return [*found, f"layers_per_stage ({_numbers(sizes)}) must have numbers of at least 0"]
+    empty = [index for index, size in enumerate(sizes) if size == 0 and 0 < index < len(sizes) - 1]
     if empty:
         found.append(
             f"layers_per_stage ({_numbers(sizes)}) leaves stage {_numbers(empty)} empty; each needs at least 1 layer, "
@@ -208,9 +211,15 @@ def _layer_problems(config: "ParallelConfig", num_layers: int, count: int) -> li
             return []
         return [f"layers_per_stage ({_numbers(sizes)}) adds up to {sum(sizes)}, and num_layers is {num_layers}"]
     if num_layers < count:
+        spread = (
+            [0, *spread_layers(num_layers, count - 2), 0]
+            if num_layers == count - 2
+            else spread_layers(num_layers, count)
+        )
+        others = f"; or set layers_per_stage, for example to [{_numbers(spread)}]" if num_layers >= count - 2 else ""
         return [
             f"num_layers ({num_layers}) must be at least the number of {_stages(config)}; "
-            f"largest pipeline: {max(1, num_layers * config.pipeline // count)}"
+            f"largest pipeline: {max(1, num_layers * config.pipeline // count)}{others}"
         ]
     if num_layers % count:
         below = num_layers // count * count
@@ -221,19 +230,25 @@ def _layer_problems(config: "ParallelConfig", num_layers: int, count: int) -> li
     return []
 
 
-def _micro_batch_problems(config: "ParallelConfig", num_micro_batches: int, count: int) -> list[str]:
-    name, ranks = config.pipeline_schedule, config.pipeline
+def micro_batch_problems(schedule: str, num_ranks: int, num_stages: int, num_micro_batches: int) -> list[str]:
+    """Return what keeps a schedule from running so many micro-batches, with numbers that would work."""
     text = (
-        f'micro-batches of a rank in a step ({num_micro_batches}) must be {{}} with pipeline_schedule ("{name}"); {{}}'
+        f"micro-batches of a rank in a step ({num_micro_batches}) must be {{}} with pipeline_schedule "
+        f'("{schedule}"); {{}}'
     )
-    if name in ("1f1b", "dualpipev") and num_micro_batches < count:
-        other = "gpipe" if name == "1f1b" else "zbv"
-        return [text.format(f"at least {count}, the number of stages,", f'or use "{other}", which takes any number')]
-    if name == "interleaved_1f1b" and not _goes_round(num_micro_batches, ranks):
-        below = next(number for number in range(num_micro_batches, 0, -1) if _goes_round(number, ranks))
-        above = next(number for number in range(num_micro_batches, 2 * num_micro_batches) if _goes_round(number, ranks))
-        wanted = f"less than twice the pipeline ({ranks}) or a multiple of the rounds ({num_micro_batches // ranks})"
-        return [text.format(wanted, f"nearest: {below} or {above}")]
+    if num_micro_batches < 1:
+        return [text.format("at least 1", "the least that would work")]
+    if schedule in ("1f1b", "dualpipev") and num_micro_batches < num_stages:
+        other = "gpipe" if schedule == "1f1b" else "zbv"
+        fits = f"at least {num_stages}, the number of stages,"
+        return [text.format(fits, f'or use "{other}", which takes any number')]
+    if schedule == "interleaved_1f1b" and not _goes_round(num_micro_batches, num_ranks):
+        below = next(number for number in range(num_micro_batches, 0, -1) if _goes_round(number, num_ranks))
+        above = next(
+            number for number in range(num_micro_batches, 2 * num_micro_batches) if _goes_round(number, num_ranks)
+        )
+        fits = f"so many that {num_micro_batches // num_ranks} rounds of at least pipeline ({num_ranks}) are equal"
+        return [text.format(fits, f"nearest: {below} or {above}")]
     return []
 
 
