@@ -387,7 +387,7 @@ def test_all_that_is_wrong_with_a_pipeline_is_in_one_report(minimal):
     assert [re.sub(r"; .*", "", problem) for problem in problems_of(minimal, *settings)] == [
         "parallel: layers_per_stage (1, -1, 1) must have 8 numbers, one for each of the stages (8) = pipeline (4) x "
         "stages_per_rank (2)",
-        "parallel: layers_per_stage (1, -1, 1) leaves stage 1 empty",
+        "parallel: layers_per_stage (1, -1, 1) must have numbers of at least 0",
         "parallel: layers_per_stage (1, -1, 1) adds up to 1, and num_layers is 2",
         "train: micro-batches of a rank in a step (1 = sequences_per_step (16) / (data (8) x sequences_per_micro_batch "
         '(2))) must be at least 8, the number of stages, with pipeline_schedule ("dualpipev")',
