@@ -90,6 +90,8 @@ elif what == "deaf":
 elif what == "one_stops":
     if rank == 0:
         until_stopped()
+    while not (folder / "0.pid").is_file():
+        time.sleep(0.01)
     sys.exit(130)
 """
 
