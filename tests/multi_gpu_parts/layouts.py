@@ -2,24 +2,20 @@
 
 import tempfile
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
-from coterie_parallel import Chunk, Mesh, Plan, make_plan
+from coterie_parallel import Mesh, Plan, make_plan
 from coterie_trainer.config import Config
 from coterie_trainer.training import Run
-from coterie_trainer.verify import running
 from coterie_trainer.verify.comparison import Comparison, compare
 from coterie_trainer.verify.layout import Layout, layout_config, parse_layout, reference_config
-from coterie_trainer.verify.running import Outcome, StepOutcome
-from coterie_trainer.verify.scaling import UnevenBatches, write_vocabulary
+from coterie_trainer.verify.running import Outcome, outcome_of
+from coterie_trainer.verify.scaling import write_vocabulary
 from layouts.models import VARIANTS, small_config
 from layouts.test_layouts import LAYOUTS, PIPELINES
-from torch import Tensor
 
 from multi_gpu_parts.bench import Bench
 
@@ -144,50 +140,11 @@ def _bf16_problems(wanted: Outcome, found: Outcome) -> list[str]:
 
 
 def _run_on(bench: Bench, meshes: _Meshes, config: Config, world: int, num_steps: int = 3) -> Outcome | None:
-    """Do what `coterie_trainer.verify.running.run_layout` does on the CPU, on the device of this rank.
-
-    The first ``world`` ranks take part; what one rank can do alone the others leave to rank 0.
-    """
+    """Run a layout on the devices of the first ``world`` ranks; what one can do alone the others leave to rank 0."""
     if bench.rank >= world:
         return None
     assert world in (1, bench.world)
     plan = make_plan(config.parallel, world, num_experts=config.model.num_experts, top_k=config.model.top_k)
     mesh = meshes.of(plan)
     with closing(Run(config, mesh, bench.device)) as trained:
-        data = mesh.axis("data")
-        batches = UnevenBatches(config, data.index, data.size)
-        reductions = running._kept_reductions(trained)
-        steps: list[StepOutcome] = []
-        problems: list[str] = []
-        for number in range(1, num_steps + 1):
-            result = trained.stepper.run(batches.step(number - 1), learning_rate=config.optimizer.learning_rate)
-            gradients, off_gradients = running._gathered(_on_host(reductions.pop()), mesh)
-            state, off_state = running._gathered(_on_host(running._state(trained)), mesh)
-            outcome = StepOutcome(
-                loss=result.loss,
-                balance_loss=result.balance_loss,
-                gradient_norm=result.gradient_norm,
-                load_LE=trained.stepper.load_LE.cpu(),
-                gradients={name: gradients[name] for name in trained.spec.tensor_shapes() if name in gradients},
-                state={name: state[name] for name in trained.spec.tensor_shapes() if name in state},
-            )
-            off = running._differing_numbers(outcome, mesh)
-            off += [*(f"gradient of {text}" for text in off_gradients), *off_state]
-            problems += [f"step {number}: {text}" for text in off]
-            steps.append(outcome)
-        owners = running._owners(trained)
-    if bench.rank != 0:
-        return None
-    return Outcome(steps=tuple(steps), owners=owners, replica_problems=tuple(problems))
-
-
-def _on_host(parts: Mapping[str, Tensor | Chunk]) -> dict[str, Tensor | Chunk]:
-    """Return copies on the host in fp32, which holds every bf16 number as it is."""
-
-    def moved(tensor: Tensor) -> Tensor:
-        return tensor.detach().to("cpu", torch.float32, copy=True)
-
-    return {
-        name: replace(part, tensor=moved(part.tensor)) if isinstance(part, Chunk) else moved(part)
-        for name, part in parts.items()
-    }
+        return outcome_of(trained, num_steps)

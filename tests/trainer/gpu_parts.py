@@ -397,7 +397,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--parts", default=",".join(PARTS), help="separated by commas")
     parser.add_argument("--documents", choices=["whole", "packed"], default="whole")
-    parser.add_argument("--dispatcher", choices=["rowwise", "local"], default="rowwise")
+    parser.add_argument("--dispatcher", choices=["local", "rowwise"], default="local")
     parser.add_argument("--saved-rows", choices=["copy", "lease", "fetch"], default="copy")
     parser.add_argument("--packages", action="append", default=[], metavar="DIR")
     parser.add_argument("--limit-s", type=int, default=70, help="of each part")

@@ -17,7 +17,7 @@ from coterie_trainer.fsdp import FsdpOptimizer
 from coterie_trainer.training import Run
 from coterie_trainer.verify.scaling import UnevenBatches
 
-__all__ = ["Outcome", "Owners", "StepOutcome", "run_layout"]
+__all__ = ["Outcome", "Owners", "StepOutcome", "outcome_of", "run_layout"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,7 @@ class Outcome:
 
 
 def run_layout(rank: int, world: int, config: Config, num_steps: int = 3) -> Outcome | None:
-    """Train for some steps with the learning rate of the config; all ranks of the layout call together.
+    """Train on the CPU for some steps; all ranks of the layout call together.
 
     Args:
         rank: of this process.
@@ -106,28 +106,40 @@ def run_layout(rank: int, world: int, config: Config, num_steps: int = 3) -> Out
     plan = make_plan(config.parallel, world, num_experts=config.model.num_experts, top_k=config.model.top_k)
     device = torch.device("cpu")
     with Mesh(plan, rank, timeout_s=config.parallel.timeout_s) as mesh, closing(Run(config, mesh, device)) as run:
-        batches = UnevenBatches(config, mesh.axis("data").index, mesh.axis("data").size)
-        reductions = _kept_reductions(run)
-        steps: list[StepOutcome] = []
-        problems: list[str] = []
-        for number in range(1, num_steps + 1):
-            result = run.stepper.run(batches.step(number - 1), learning_rate=config.optimizer.learning_rate)
-            gradients, off_gradients = _gathered(reductions.pop(), mesh)
-            state, off_state = _gathered(_state(run), mesh)
-            assert not reductions, "one step reduces once"
-            outcome = StepOutcome(
-                loss=result.loss,
-                balance_loss=result.balance_loss,
-                gradient_norm=result.gradient_norm,
-                load_LE=run.stepper.load_LE.clone(),
-                gradients={name: gradients[name] for name in run.spec.tensor_shapes() if name in gradients},
-                state={name: state[name] for name in run.spec.tensor_shapes() if name in state},
-            )
-            off = [*_differing_numbers(outcome, mesh), *(f"gradient of {text}" for text in off_gradients), *off_state]
-            problems += [f"step {number}: {text}" for text in off]
-            steps.append(outcome)
-        owners = _owners(run)
-    return Outcome(steps=tuple(steps), owners=owners, replica_problems=tuple(problems)) if rank == 0 else None
+        return outcome_of(run, num_steps)
+
+
+def outcome_of(run: Run, num_steps: int) -> Outcome | None:
+    """Train a fresh run on any device for some steps, with the learning rate of its config; all ranks call together.
+
+    Returns:
+        The outcome on rank 0, with tensors in fp32 on the CPU; None on the others.
+    """
+    config, mesh = run.config, run.mesh
+    batches = UnevenBatches(config, mesh.axis("data").index, mesh.axis("data").size)
+    reductions = _kept_reductions(run)
+    steps: list[StepOutcome] = []
+    problems: list[str] = []
+    for number in range(1, num_steps + 1):
+        result = run.stepper.run(batches.step(number - 1), learning_rate=config.optimizer.learning_rate)
+        gradients, off_gradients = _gathered(reductions.pop(), mesh)
+        state, off_state = _gathered(_state(run), mesh)
+        assert not reductions, "one step reduces once"
+        outcome = StepOutcome(
+            loss=result.loss,
+            balance_loss=result.balance_loss,
+            gradient_norm=result.gradient_norm,
+            load_LE=run.stepper.load_LE.to("cpu", copy=True),
+            gradients={name: gradients[name] for name in run.spec.tensor_shapes() if name in gradients},
+            state={name: state[name] for name in run.spec.tensor_shapes() if name in state},
+        )
+        off = [*_differing_numbers(outcome, mesh), *(f"gradient of {text}" for text in off_gradients), *off_state]
+        problems += [f"step {number}: {text}" for text in off]
+        steps.append(outcome)
+    owners = _owners(run)
+    if mesh.rank != 0:
+        return None
+    return Outcome(steps=tuple(steps), owners=owners, replica_problems=tuple(problems))
 
 
 def _kept_reductions(run: Run) -> list[dict[str, Tensor | Chunk]]:
@@ -185,7 +197,8 @@ def _gathered(parts: Mapping[str, Tensor | Chunk], mesh: Mesh) -> tuple[dict[str
         tensor = part.tensor if isinstance(part, Chunk) else part
         offsets = part.offsets if isinstance(part, Chunk) else (0,) * tensor.ndim
         shape = part.global_shape if isinstance(part, Chunk) else tuple(tensor.shape)
-        own[name] = offsets, shape, tensor.detach().clone(memory_format=torch.contiguous_format)
+        # fp32 holds every number of a narrower dtype as it is.
+        own[name] = offsets, shape, tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
     everywhere = all_gather_objects(own, mesh.axis("world"))
     whole: dict[str, Tensor] = {}
     problems: list[str] = []
