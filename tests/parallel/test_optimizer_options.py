@@ -264,7 +264,8 @@ def _planned(plan: Plan, config: AdamWConfig) -> int:
 
 def test_a_rank_holds_as_many_bytes_as_the_plan_says() -> None:
     for world, expert in ((1, 1), (2, 1), (2, 2)):
-        for held in run_ranks(_allocated, world, expert) if world > 1 else [_allocated(0, 1, 1)]:
+        # Also one rank in a process of its own: other tests leave tensors in this one.
+        for held in run_ranks(_allocated, world, expert):
             for name, config in CONFIGS.items():
                 plan = make_plan(ParallelConfig(expert=expert), world)
                 assert held[name] == _planned(plan, config), (world, expert, name)
