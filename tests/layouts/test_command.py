@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -265,3 +266,16 @@ def test_batches_have_padding_short_documents_and_ranks_without_targets_or_token
 def test_every_variant_is_a_config_without_problems() -> None:
     assert config_of("groups").model.num_groups == 4
     assert config_of("softmax").optimizer.muon
+
+
+def test_what_only_a_gpu_runs_or_takes_long_to_compile_is_left_out(tmp_path: Path) -> None:
+    config = config_of()
+    on_gpu = replace(
+        config,
+        device="cuda",
+        dtype="bfloat16",
+        model=replace(config.model, attention_backend="varlen", expert_backend="triton"),
+        train=replace(config.train, compile=True),
+    )
+    small = scaled(on_gpu, tmp_path, [Layout()])
+    assert (small.model.attention_backend, small.model.expert_backend, small.train.compile) == ("auto", "auto", False)

@@ -1,8 +1,12 @@
 """The same loss, gradients, norm and weights in every layout: 3 steps against one process, fp32, relative 1e-5."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from coterie_trainer.config import Config
+from coterie_trainer.verify.comparison import compare
+from coterie_trainer.verify.layout import layout_config, parse_layout
 from coterie_trainer.verify.running import Outcome, run_layout
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -116,6 +120,24 @@ def test_64_experts_are_spread_over_all_ranks(proof: Proof, degree: int) -> None
 def test_every_model_runs_in_a_pipeline(proof: Proof, variant: str) -> None:
     comparison = proof.compare("pipeline=2 data=2 expert=2 accumulation=4 schedule=zbv", variant)
     assert comparison.agrees, "\n".join([variant, *comparison.problems()])
+
+
+@pytest.mark.parametrize("scope", ["micro_batch", "data_parallel"])
+def test_a_balance_loss_of_a_micro_batch_is_that_of_the_same_micro_batch_without_a_pipeline(
+    proof: Proof, scope: str
+) -> None:
+    def outcome(text: str) -> Outcome:
+        layout, problems = parse_layout(text)
+        assert layout is not None, problems
+        config = layout_config(layout, proof.config())
+        config = replace(config, train=replace(config.train, balance_scope=scope))
+        return proof.pool.run(run_layout, layout.world, config)[0]
+
+    plain = outcome("data=2 expert=2 accumulation=4")
+    comparison = compare(plain, outcome("pipeline=2 data=2 expert=2 accumulation=4"))
+    assert comparison.agrees, "\n".join(comparison.problems())
+    # The scope makes a difference, so that it could be lost.
+    assert not compare(proof.expected(), plain).agrees
 
 
 def twenty_steps(rank: int, world: int, config: Config) -> Outcome | None:

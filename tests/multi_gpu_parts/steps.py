@@ -10,7 +10,7 @@ from zlib import crc32
 
 import torch
 from coterie_export import ModelSpec
-from coterie_parallel import AdamWConfig, Mesh, Optimizer, ParallelConfig, accumulate_in_fp32, make_plan, make_stages
+from coterie_parallel import AdamWConfig, Mesh, Optimizer, ParallelConfig, make_plan, make_stages
 from coterie_trainer.config import TrainConfig, assignment
 from coterie_trainer.data.dataset import Batch
 from coterie_trainer.fsdp import FsdpOptimizer, shard_model
@@ -144,7 +144,6 @@ def build(
         shard_model(model, mesh, dtype=bench.dtype)
         optimizer = FsdpOptimizer(model, mesh, config, dtype=bench.dtype)
     else:
-        accumulate_in_fp32(model.parameters())
         optimizer = Optimizer(model.named_parameters(), placements(model, stages), mesh, config)
         if weights_arrive_late:
             optimizer.overlap_with_forward(model.layers)

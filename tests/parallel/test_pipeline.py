@@ -214,7 +214,7 @@ def _fail(rank: int, world: int, kind: str) -> tuple[str, str]:
     with Mesh(make_plan(parallel, world), rank, timeout_s=3) as mesh:
         stages = make_stages(parallel, NUM_LAYERS)
         (stage,) = stages.on_rank(rank)
-        where = {"forward": 1, "backward": 1, "dtype": 0, "shape": 0, "contiguous": 0, "again": 0}.get(kind)
+        where = {"forward": 1, "backward": 1, "dtype": 0, "shape": 0, "again": 0}.get(kind)
         made: Any = {"forward": Broken, "backward": BrokenBackward, "again": BrokenOnce}.get(kind)
         made = made or (lambda layers: Wrong(layers, kind))
         module = made(stage.layers) if rank == where else Layers(stage.layers)
@@ -283,8 +283,32 @@ def test_a_later_run_does_not_raise_what_an_earlier_one_did(pool: RankPool) -> N
     assert "first time" not in first[1]
 
 
+def _sent(rank: int, world: int, is_turned: bool) -> list[float]:
+    parallel = ParallelConfig(pipeline=2)
+    with Mesh(make_plan(parallel, world), rank, timeout_s=10) as mesh:
+        stages, losses, data = make_stages(parallel, NUM_LAYERS), [], _inputs(2)
+        (stage,) = stages.on_rank(rank)
+        module = Wrong(stage.layers, "turned") if is_turned and rank == 0 else Layers(stage.layers)
+
+        def loss(out: Tensor, target: Tensor) -> Tensor:
+            losses.append((out - target).square().sum())
+            return losses[-1]
+
+        like = data["inputs"][0]
+        pipeline = Pipeline(
+            stages, {rank: module}, mesh, num_micro_batches=2, input_like=like, hidden_like=like, loss=loss
+        )
+        pipeline.run(**data)
+        with torch.no_grad():
+            pipeline.run(**data)
+        return [one.item() for one in losses]
+
+
 def test_an_output_in_another_order_of_memory_is_sent_all_the_same(pool: RankPool) -> None:
-    assert pool.run(_fail, 2, "contiguous") == [("", "")] * 2
+    _, expected = pool.run(_sent, 2, False)
+    assert len(expected) == 4
+    assert min(expected) > 0
+    assert pool.run(_sent, 2, True)[1] == expected
 
 
 @pytest.mark.parametrize(("kind", "late"), [("late", 1), ("late in evaluation", 0)])

@@ -20,7 +20,6 @@ from coterie_parallel import (  # noqa: E402
     Mesh,
     Optimizer,
     ParallelConfig,
-    accumulate_in_fp32,
     make_plan,
 )
 from coterie_trainer.attention import count_documents  # noqa: E402
@@ -169,7 +168,6 @@ def make_step(case: Case, setup: Setup) -> tuple[Decoder, Optimizer, Stepper]:
         dtype=setup.dtype,
     )
     _initialize(model)
-    accumulate_in_fp32(model.parameters())
     config = AdamWConfig(moments_dtype=setup.moments)
     optimizer = Optimizer(model.named_parameters(), placements(model), mesh, config)
     return model, optimizer, Stepper(model, optimizer, mesh, train)

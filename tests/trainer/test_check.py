@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 from coterie_parallel import ParallelConfig, make_plan, make_stages
 from coterie_trainer.check import _buffer_bytes, _parameter_shapes, active_parameters, report
-from coterie_trainer.check_stages import placement_of, rank_parts
+from coterie_trainer.check_stages import rank_parts
 from coterie_trainer.config import ConfigError, load_config
 from coterie_trainer.data.shards import TokenWriter
 from coterie_trainer.model import MoE, build_model, placements
+from coterie_trainer.placement import placement_of
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.toml"
 

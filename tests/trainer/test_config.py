@@ -436,3 +436,18 @@ def test_the_demo_config_explains_every_key():
     for line in path.read_text().splitlines():
         if "=" in line and not line.startswith("#"):
             assert re.search(r" # .{10,}", line), line
+
+
+def test_an_attention_backend_that_can_not_run_is_refused_before_it_runs(minimal):
+    named = "model.attention_backend"
+    assert problems_of(minimal, 'device="cpu"', f"{named}=varlen") == [
+        'model: attention_backend ("varlen") needs a GPU, and this is cpu; "auto" takes what runs'
+    ]
+    assert problems_of(minimal, 'device="cpu"', f"{named}=flex") == [
+        'model: attention_backend ("flex") needs a GPU, and this is cpu; "auto" takes what runs'
+    ]
+    assert problems_of(minimal, 'device="cuda"', 'dtype="float32"', f"{named}=varlen") == [
+        'model: attention_backend ("varlen") needs float16 or bfloat16, and queries are torch.float32; '
+        '"auto" takes what runs'
+    ]
+    load_config(minimal, ['device="cuda"', 'dtype="bfloat16"', f"{named}=varlen", "model.head_dim=16"])

@@ -22,7 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["AttentionBackend", "AttentionContext", "attend", "attention_context", "count_documents"]
+__all__ = [
+    "AttentionBackend",
+    "AttentionContext",
+    "attend",
+    "attention_context",
+    "backend_problems",
+    "count_documents",
+]
 
 AttentionBackend = Literal["auto", "sdpa", "causal", "varlen", "flex"]
 _HALF = (torch.float16, torch.bfloat16)
@@ -98,6 +105,16 @@ def attention_context(
     if name == "flex":
         return AttentionContext(backend=name, cos_SH=cos_SH, sin_SH=sin_SH, block_mask=_block_mask(document_ids_BS))
     return AttentionContext(backend=name, cos_SH=cos_SH, sin_SH=sin_SH)
+
+
+def backend_problems(backend: AttentionBackend, device: str, dtype: str, head_dim: int) -> list[str]:
+    """Return what keeps a back-end from running, as far as the settings of a run tell; device "auto" may be a GPU."""
+    place = torch.device("cuda" if device == "auto" else device)
+    if backend == "varlen" and (lacking := _varlen_problem(place, getattr(torch, dtype), head_dim, 1)):
+        return [f'attention_backend ("varlen") needs {lacking}; "auto" takes what runs']
+    if backend == "flex" and place.type != "cuda":
+        return [f'attention_backend ("flex") needs a GPU, and this is {place}; "auto" takes what runs']
+    return []
 
 
 def attend(q_BSHd: Tensor, k_BSGd: Tensor, v_BSGd: Tensor, context: AttentionContext) -> Tensor:

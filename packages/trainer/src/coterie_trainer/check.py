@@ -14,13 +14,13 @@ from coterie_trainer.check_stages import (
     RankPart,
     bubble_lines,
     in_flight_lines,
-    placement_of,
     rank_parts,
     sent_lines,
     stage_lines,
 )
 from coterie_trainer.config import Config, ConfigError, config_problems
 from coterie_trainer.data.shards import read_index
+from coterie_trainer.placement import placement_of
 
 __all__ = ["active_parameters", "report"]
 

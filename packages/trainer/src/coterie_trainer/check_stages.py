@@ -4,14 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from coterie_export import ModelSpec
-from coterie_parallel import DENSE, EXPERTS, TIED_EMBEDDING, Placement, Plan, Stage, Stages
+from coterie_parallel import Plan, Stage, Stages
 from coterie_parallel.pipeline.ideal import ideal_bubble, most_in_flight
 
 __all__ = [
     "RankPart",
     "bubble_lines",
     "in_flight_lines",
-    "placement_of",
     "rank_parts",
     "sent_lines",
     "stage_lines",
@@ -84,13 +83,6 @@ def rank_parts(
             )
         )
     return parts
-
-
-def placement_of(name: str, spec: ModelSpec, stages: Stages) -> Placement:
-    """Return where a parameter lives."""
-    if name == "embed.weight" and spec.tied_embeddings and stages.ends_apart:
-        return TIED_EMBEDDING
-    return EXPERTS if ".moe.experts." in name else DENSE
 
 
 def stage_lines(spec: ModelSpec, plan: Plan, stages: Stages) -> list[str]:

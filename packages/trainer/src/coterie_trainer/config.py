@@ -17,7 +17,7 @@ from coterie_export import ModelSpec
 from coterie_parallel import ParallelConfig, plan_problems, stage_problems
 from coterie_routing import BIAS_RULES, Assignment, BiasRule, RouterConfig
 
-from coterie_trainer.attention import AttentionBackend
+from coterie_trainer.attention import AttentionBackend, backend_problems
 from coterie_trainer.bounds import above_zero as _above_zero
 from coterie_trainer.bounds import at_least as _at_least
 from coterie_trainer.optimizer_config import OptimizerConfig
@@ -327,7 +327,10 @@ class Config:
                 f"optimizer: gradient_sharding (true) needs parallel.pipeline ({self.parallel.pipeline}) to be 1: it "
                 "sums over ranks after each micro-batch, and in a pipeline several are under way; set it to false"
             )
-        return found + self._balancing_problems()
+        model = self.model
+        head_dim = model.head_dim or model.d_model // max(1, model.num_heads)
+        no_attention = backend_problems(model.attention_backend, self.device, self.dtype, head_dim)
+        return [*found, *(f"model: {problem}" for problem in no_attention), *self._balancing_problems()]
 
     def _balancing_problems(self) -> list[str]:
         """Return what does not fit together between the router of the model and how its load is steered."""

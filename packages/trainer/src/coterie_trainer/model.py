@@ -10,9 +10,6 @@ import torch.nn.functional as F
 from coterie_experts import GroupedExperts
 from coterie_export import ModelSpec
 from coterie_parallel import (
-    DENSE,
-    EXPERTS,
-    TIED_EMBEDDING,
     Axis,
     Dispatched,
     Dispatcher,
@@ -29,6 +26,7 @@ from torch import Tensor, nn
 from coterie_trainer.attention import AttentionBackend, AttentionContext, attention_context
 from coterie_trainer.config import ExpertBackend, experts_config, router_config
 from coterie_trainer.layers import Attention, FeedForward, RMSNorm, compile_dense
+from coterie_trainer.placement import placement_of
 from coterie_trainer.recompute import SentAgain, again, name_problems
 
 __all__ = ["Decoder", "ModelOutput", "MoE", "build_model", "dispatchers", "placements"]
@@ -348,8 +346,4 @@ def placements(model: Decoder, stages: Stages | None = None) -> dict[str, Placem
         model: of this rank.
         stages: all of a pipeline; None for none.
     """
-    embedding = TIED_EMBEDDING if model.spec.tied_embeddings and stages is not None and stages.ends_apart else DENSE
-    return {
-        name: embedding if name == "embed.weight" else EXPERTS if ".moe.experts." in name else DENSE
-        for name, _ in model.named_parameters()
-    }
+    return {name: placement_of(name, model.spec, stages) for name, _ in model.named_parameters()}

@@ -15,7 +15,6 @@ from coterie_parallel import (
     Chunk,
     Mesh,
     Optimizer,
-    accumulate_in_fp32,
     all_gather_objects,
     make_plan,
     make_stages,
@@ -227,7 +226,6 @@ class Run:
         if self.config.parallel.data_parallel == "fsdp":
             shard_model(self.model, self.mesh, dtype=self.dtype)
             return FsdpOptimizer(self.model, self.mesh, settings, dtype=self.dtype)
-        accumulate_in_fp32(self.model.parameters())
         return Optimizer(self.model.named_parameters(), self.placements, self.mesh, settings)
 
     def _rate(self) -> float:

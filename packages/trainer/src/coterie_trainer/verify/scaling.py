@@ -101,6 +101,7 @@ def scaled(config: Config, folder: Path, layouts: Sequence[Layout]) -> Config:
         train=replace(
             config.train,
             steps=3,
+            compile=False,
             sequences_per_step=count,
             sequences_per_micro_batch=count,
             assignment=None,  # it goes by the place in the micro-batch
@@ -144,6 +145,7 @@ def _scaled_model(model: ModelConfig, num_layers: int) -> ModelConfig:
         expert_hidden=min(16, model.expert_hidden),
         shared_hidden=min(16, model.shared_hidden),
         init_std=model.init_std * math.sqrt(model.d_model / d_model),
+        attention_backend="auto",
         expert_backend=model.expert_backend if model.expert_backend in ("reference", "torch") else "auto",
     )
 
