@@ -1,10 +1,12 @@
 """AdamW: equal to torch's, bitwise repeatable, fp32 state, state under global names."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from coterie_parallel import DENSE, AdamWConfig, Mesh, Optimizer, ParallelConfig, make_plan
+from support.interpreted import needs_triton, run_interpreted
 from torch import Tensor, nn
 
 SHAPES = {"norm.weight": (5,), "layer.weight": (4, 5), "experts.down": (3, 2, 4), "embed.weight": (7, 3)}
@@ -209,3 +211,8 @@ def test_all_faults_of_the_settings_at_once() -> None:
     with pytest.raises(ValueError, match=r"betas \(\(0.9, 1.0\)\)"):
         _optimizer({"a": nn.Parameter(torch.ones(2))}, betas=(0.9, 1.0))
     assert AdamWConfig().problems() == []
+
+
+@needs_triton
+def test_the_kernels_of_a_gpu_under_the_interpreter() -> None:
+    run_interpreted(Path(__file__).with_name("interpreted_adamw.py"))

@@ -139,6 +139,7 @@ def attention_rows(case: Case, setup: Setup) -> Iterator[Row]:
                 yield say({"name": title, "cannot": str(problem).splitlines()[0]})
                 continue
             row |= {"error_over_plain": error}
+            row["repeats_bits"] = all(torch.equal(one, other) for one, other in zip(run(), run(), strict=True))
             if documents == "whole":
                 row["tflops"] = flops / row["ms"] / 1e9
             yield say(row)
@@ -397,6 +398,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--parts", default=",".join(PARTS), help="separated by commas")
     parser.add_argument("--documents", choices=["whole", "packed"], default="whole")
+    parser.add_argument("--load", choices=["random", "uniform", "router"], default="random")
     parser.add_argument("--dispatcher", choices=["local", "rowwise"], default="local")
     parser.add_argument("--saved-rows", choices=["copy", "lease", "fetch"], default="copy")
     parser.add_argument("--packages", action="append", default=[], metavar="DIR")
@@ -418,6 +420,7 @@ def main() -> None:
         dispatcher=options.dispatcher,
         saved_rows=options.saved_rows,
         documents=options.documents,
+        load=options.load,
     )
     where = about(options.device, options.commit)
     print(where, flush=True)

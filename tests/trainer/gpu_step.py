@@ -48,6 +48,7 @@ _OF_MODULES = {
     nn.Embedding: "embedding",
 }
 _BACKWARD_FUNCTION = 1
+_NAME_WIDTH, _MOST_KERNELS = 100, 25
 _ENGINE = "autograd::engine::evaluate_function"
 
 
@@ -70,6 +71,8 @@ def label(model: Decoder, optimizer: Optimizer, stepper: Stepper) -> None:
         if isinstance(module, RMSNorm):
             module.after_sum = labelled(_OF_MODULES[RMSNorm], module.after_sum)
             module.added_to = labelled(_OF_MODULES[RMSNorm], module.added_to)
+        if isinstance(module, GroupedExperts):
+            module.forward_tokens = labelled(_OF_MODULES[GroupedExperts], module.forward_tokens)
         if isinstance(module, Attention):
             module._mix = labelled("attention core, rotations and norms of heads", module._mix)
     for dispatcher in dispatchers(model):
@@ -94,10 +97,10 @@ def table(events: list[FunctionEvent], device: str) -> dict[str, float]:
     for event in events:
         if device == "cuda":
             if event.device_type == torch.autograd.DeviceType.CUDA:
-                is_kernel = not event.name.startswith(_PART) and not getattr(event, "is_user_annotation", False)
-                total += event.time_range.elapsed_us() if is_kernel else 0.0
+                total += event.time_range.elapsed_us() if _is_kernel(event) else 0.0
                 continue
-            own_us = sum(kernel.duration for kernel in event.kernels)
+            # A named part has the kernels that nothing of torch launched, and itself once more as a kernel.
+            own_us = sum(kernel.duration for kernel in event.kernels if not kernel.name.startswith(_PART))
         else:
             own_us = event.self_cpu_time_total
             total += own_us
@@ -105,6 +108,19 @@ def table(events: list[FunctionEvent], device: str) -> dict[str, float]:
             spent[_part(event) or _part_of_backward(event, makers) or "rest"] += own_us
     spent["rest"] += total - sum(spent.values())
     return {part: us / 1e3 for part, us in sorted(spent.items(), key=lambda item: -item[1])}
+
+
+def kernels(events: list[FunctionEvent]) -> dict[str, float]:
+    """Return milliseconds by kernel, those that take the longest in all first."""
+    spent: dict[str, float] = defaultdict(float)
+    for event in events:
+        if event.device_type == torch.autograd.DeviceType.CUDA and _is_kernel(event):
+            spent[event.name[:_NAME_WIDTH]] += event.time_range.elapsed_us() / 1e3
+    return dict(sorted(spent.items(), key=lambda item: -item[1])[:_MOST_KERNELS])
+
+
+def _is_kernel(event: FunctionEvent) -> bool:
+    return not event.name.startswith(_PART) and not getattr(event, "is_user_annotation", False)
 
 
 def _part(event: FunctionEvent) -> str | None:
@@ -128,14 +144,15 @@ def _part_of_backward(event: FunctionEvent, makers: dict[int, tuple[float, str]]
     return None
 
 
-def profiled(run: Callable[[], object], device: str) -> dict[str, float]:
-    """Return the table of one call."""
+def profiled(run: Callable[[], object], device: str) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the milliseconds of one call by part and by kernel."""
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if device == "cuda" else [])
     with profile(activities=activities, acc_events=True) as watch:
         run()
         if device == "cuda":
             torch.cuda.synchronize()
-    return table(list(watch.events()), device)
+    events = list(watch.events())
+    return table(events, device), kernels(events)
 
 
 def waits_of(run: Callable[[], object]) -> list[str]:
@@ -186,6 +203,8 @@ def measure(case: Case, setup: Setup, options: argparse.Namespace) -> dict[str, 
         "recompute": list(setup.recompute),
         "moments": setup.moments,
         "compiled_dense": setup.compiled and setup.device == "cuda",
+        "sequences": case.sequences,
+        "micro_batches": case.micro_batches,
         "tokens_per_step": case.tokens * case.micro_batches,
     }
     with limited(options.limit_s, "the steps"):
@@ -215,11 +234,13 @@ def measure(case: Case, setup: Setup, options: argparse.Namespace) -> dict[str, 
         with limited(options.limit_s, "the profile"):
             label(model, optimizer, stepper)
             step(few)
-            parts_ms = profiled(lambda: step(few), setup.device)
-        row["profile_micro_batches"], row["profile_ms"] = len(few), parts_ms
+            parts_ms, kernels_ms = profiled(lambda: step(few), setup.device)
+        row |= {"profile_micro_batches": len(few), "profile_ms": parts_ms, "kernels_ms": kernels_ms}
         total = sum(parts_ms.values())
         for part, part_ms in parts_ms.items():
             print(f"  {part_ms:9.3f} ms {part_ms / total:6.1%}  {part}", flush=True)
+        for kernel, kernel_ms in kernels_ms.items():
+            print(f"  {kernel_ms:9.3f} ms  {kernel}", flush=True)
     model.close()
     return row
 
@@ -246,6 +267,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="the case of a dry run")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
+    parser.add_argument("--sequences", type=int, help="of a micro-batch, of which a step then has fewer or more")
     parser.add_argument("--documents", choices=["whole", "packed"], default="whole")
     parser.add_argument("--load", choices=["random", "uniform", "router"], default="random")
     parser.add_argument("--dispatcher", choices=["local", "rowwise"], default="local")
@@ -285,7 +307,7 @@ def main() -> None:
             return cross_entropy_sum(*args, backend=options.cross_entropy)
 
         stack.enter_context(mock.patch.object(step_module, "cross_entropy_sum", labelled("cross-entropy", loss)))
-        row = measure(CASES[options.case], setup, options)
+        row = measure(CASES[options.case].with_sequences(options.sequences), setup, options)
     row["cross_entropy"] = options.cross_entropy
     found = faults(row, options)
     if options.json:

@@ -54,6 +54,14 @@ class Case:
         """Return the tokens of a micro-batch."""
         return self.sequences * self.spec.max_sequence_length
 
+    def with_sequences(self, sequences: int | None) -> "Case":
+        """Return this case with micro-batches of another size; a step keeps its tokens."""
+        if sequences is None:
+            return self
+        micro_batches, rest = divmod(self.sequences * self.micro_batches, sequences)
+        assert rest == 0, f"{self.sequences * self.micro_batches} sequences do not make micro-batches of {sequences}"
+        return dataclasses.replace(self, sequences=sequences, micro_batches=micro_batches)
+
     def model_flops_per_token(self) -> int:
         """Return 6 N + 6 L S A: forward and backward of the N weights that a token meets, and of causal attention.
 

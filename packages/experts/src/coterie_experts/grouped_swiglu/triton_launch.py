@@ -40,6 +40,9 @@ __all__ = [
     "weight_gradient",
 ]
 
+# The interpreter has no sums in the cache.
+_ACCUMULATE = {"cuda": "in the cache", "cpu": "in registers"}
+
 
 def pre_and_activation(
     x_SD: Tensor, layout: PaddedLayout, up: Tensor, tiles: TileSet, *, activation: Activation, bias: Tensor | None
@@ -386,7 +389,7 @@ def weight_gradient(
     shape = (rows_width, gathered_width) if transposed else (gathered_width, rows_width)
     block = [1, tile.columns, tile.rows] if transposed else [1, tile.rows, tile.columns]
     if main_grad is not None:
-        block[2] //= 4
+        block[2] //= tile.parts
     out = rows_PV.new_empty(num_experts, *shape) if main_grad is None else main_grad
     num_tiles = num_experts * triton.cdiv(gathered_width, tile.rows) * triton.cdiv(rows_width, tile.columns)
     num_programs = min(num_tiles, _num_programs(tile, out.device))
@@ -405,7 +408,7 @@ def weight_gradient(
         "DEPTH": tile.depth,
         "BAND": tile.band,
         "TRANSPOSED": transposed,
-        "ACCUMULATE": main_grad is not None,
+        "ACCUMULATE": None if main_grad is None else _ACCUMULATE[out.device.type],
         "EVEN": gathered_width % tile.rows == 0,
         "num_warps": tile.num_warps,
     }

@@ -24,7 +24,7 @@ class Tile:
         num_warps: of a program.
         num_stages: of the pipeline of loads.
         band: column tiles that are swept over all row tiles before the next ones.
-        parts: in which the end of a tile is computed, where the kernel can.
+        parts: in which the end of a tile is computed, or added to a ``main_grad``, where the kernel can.
         flatten: make one loop of the loops over tiles and steps, so that loads run ahead over the end of a tile.
         programs_per_processor: of the persistent grid.
     """
@@ -80,8 +80,8 @@ _HOPPER = TileSet(
     down=Tile(rows=128, columns=256, depth=64, flatten=True),
     grad_hidden=Tile(rows=128, columns=256, depth=64, parts=4, band=4),
     grad_rows=Tile(rows=128, columns=256, depth=64),
-    grad_down=Tile(rows=128, columns=256, depth=64, flatten=True),
-    grad_gate_up=Tile(rows=128, columns=256, depth=64),
+    grad_down=Tile(rows=128, columns=256, depth=64, parts=4, flatten=True),
+    grad_gate_up=Tile(rows=128, columns=256, depth=64, parts=4),
 )
 
 # What a class of shapes has other than the above; the classes are those of ``shape_class``. Flattened loops pay where a
@@ -108,8 +108,8 @@ _INTERPRETER = TileSet(
     down=Tile(rows=32, columns=16, depth=16, band=2),
     grad_hidden=Tile(rows=32, columns=32, depth=16, band=2, parts=2),
     grad_rows=Tile(rows=32, columns=16, depth=16, band=2),
-    grad_down=Tile(rows=16, columns=16, depth=16, band=2),
-    grad_gate_up=Tile(rows=16, columns=16, depth=16, band=2),
+    grad_down=Tile(rows=16, columns=16, depth=16, band=2, parts=4),
+    grad_gate_up=Tile(rows=16, columns=16, depth=16, band=2, parts=2),
 )
 
 

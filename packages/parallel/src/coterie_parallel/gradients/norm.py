@@ -1,5 +1,6 @@
 """Norms and counts over the whole model, each element once, and clipping."""
 
+import importlib.util
 import math
 from collections.abc import Iterable, Sequence
 
@@ -39,6 +40,10 @@ def global_gradient_norm(gradients: Iterable[Tensor], mesh: Mesh, *, order: floa
 def _squares(grad: Tensor) -> list[Tensor]:
     """Return sums of squares in fp64, as the squares of fp32 numbers do not all fit into fp32."""
     if grad.is_cuda:
+        if grad.dtype == torch.float32 and grad.is_contiguous() and importlib.util.find_spec("triton") is not None:
+            from coterie_parallel.gradients.triton_norm import sum_of_squares
+
+            return [sum_of_squares(grad)]
         return [torch.linalg.vector_norm(grad, dtype=torch.float64).square()]
     # On a CPU torch would copy all of it to fp64 first, into fresh memory. One small copy stays in the cache.
     parts = torch.split(grad.reshape(-1), _PART_NUMEL)

@@ -10,6 +10,8 @@ from coterie_parallel.background import Background, Ticket
 from coterie_parallel.gradients import GradientReducer, clip_gradients_, global_gradient_norm, global_sums
 from coterie_parallel.gradients.agreement import check_same_settings
 from coterie_parallel.mesh import Mesh
+from coterie_parallel.optimizer.adamw import MOMENTS as ADAMW_MOMENTS
+from coterie_parallel.optimizer.adamw import AdamWStep
 from coterie_parallel.optimizer.agreement import refuse_unequal_replicas, refuse_unused_patterns
 from coterie_parallel.optimizer.config import AdamWConfig
 from coterie_parallel.optimizer.muon import MatrixExchange
@@ -19,7 +21,7 @@ from coterie_parallel.placement import Chunk, Placement
 
 __all__ = ["Optimizer"]
 
-MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum",)}
+MOMENTS = {"adamw": ADAMW_MOMENTS, "muon": ("momentum",)}
 
 
 class Optimizer:
@@ -105,7 +107,7 @@ class Optimizer:
 
         Bitwise repeatable, and without a host read of device values. A step whose norm is not finite, or that is an
         outlier, changes no weight and no moment, and is counted in ``num_skipped``. All ranks must call together.
-        The gradients are used up (those of fp32 parameters of one rank alone are clipped in ``grad``): `zero_grad`
+        The gradients are used up (those of fp32 parameters of one rank alone may be clipped in ``grad``): `zero_grad`
         comes before the next ones.
 
         Args:
@@ -130,11 +132,13 @@ class Optimizer:
             clip_gradients_([piece for piece in pieces if piece.numel()], norm, self.config.gradient_clip)
         for exchange, states in self._muon:
             self._update_muon(exchange, states, rate, is_skipped)
+        adamw = AdamWStep(self.config, step=self._step, rate=rate, norm=norm, is_skipped=is_skipped)
         # The first layers last in the order of the gradients are the first ones that the next forward needs.
         for index in reversed(range(len(self._states))):
+            is_rounded = False
             if self._states[index].bucket.layout.kind == "adamw":
-                self._update_adamw(self._states[index], rate, norm, is_skipped.float())
-            self._publish(index)
+                is_rounded = adamw.update_(self._states[index], self._factors, self._decays)
+            self._publish(index, is_rounded=is_rounded)
         self._wait(self._arriving.keys() - self._deferred)
         return norm
 
@@ -223,8 +227,8 @@ class Optimizer:
                 self._publish(index)
         self.wait_for_weights()
 
-    def _publish(self, index: int) -> None:
-        job = self._states[index].publish()
+    def _publish(self, index: int, *, is_rounded: bool = False) -> None:
+        job = self._states[index].publish(is_rounded=is_rounded)
         if job is not None:
             self._arriving[index] = self._background.start(job)
 
@@ -233,41 +237,6 @@ class Optimizer:
             ticket = self._arriving.pop(index, None)
             if ticket is not None:
                 ticket.wait()
-
-    def _update_adamw(self, state: ShardState, rate: float, norm: Tensor, is_skipped: Tensor) -> None:
-        # The kernel clips by the way, which saves a pass over the gradients: it divides them and writes them back.
-        clip = self.config.gradient_clip
-        divisor = None if clip is None else (norm / clip).clamp(min=1.0).float()
-        moments = [list(state.moments[moment].values()) for moment in MOMENTS["adamw"]]
-        exact = [[piece.float() for piece in pieces] for pieces in moments]  # the same tensors if they are fp32
-        by_setting: dict[tuple[float, float], list[int]] = {}
-        for number, (name, piece) in enumerate(state.main.items()):
-            if piece.numel():
-                by_setting.setdefault((self._factors[name], self._decays[name]), []).append(number)
-        main, gradients = list(state.main.values()), list(state.bucket.pieces.values())
-        steps = self._step.float()
-        beta1, beta2 = self.config.betas
-        for (factor, decay), numbers in by_setting.items():
-            torch._fused_adamw_(
-                [main[number] for number in numbers],
-                [gradients[number] for number in numbers],
-                [exact[0][number] for number in numbers],
-                [exact[1][number] for number in numbers],
-                [],
-                [steps] * len(numbers),
-                lr=rate * factor,
-                beta1=beta1,
-                beta2=beta2,
-                weight_decay=decay,
-                eps=self.config.eps,
-                amsgrad=False,
-                maximize=False,
-                grad_scale=divisor,
-                found_inf=is_skipped,
-            )
-        if self.config.moments_dtype != "float32":
-            for rounded, pieces in zip(moments, exact, strict=True):
-                torch._foreach_copy_(rounded, pieces)
 
     def _update_muon(self, exchange: MatrixExchange, states: list[ShardState], rate: float, is_skipped: Tensor) -> None:
         config = self.config.muon

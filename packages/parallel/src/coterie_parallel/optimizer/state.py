@@ -33,6 +33,7 @@ class ShardState:
         self.starts = {name: first for name, (first, _) in parts.items()}
         own = {name: bucket.parameters[name].detach().view(-1)[first:last] for name, (first, last) in parts.items()}
         self._flat_main: Tensor | None = None
+        self._sent: Tensor | None = None
         if self.is_fp32:
             self.main = own
         else:
@@ -44,11 +45,23 @@ class ShardState:
         }
         self.moments = {moment: bucket.cut(flat) for moment, flat in self.flat_moments.items()}
 
-    def publish(self) -> Job | None:
-        """Write the main weights to the parameters of all ranks: at once, or by the job that is returned."""
+    def rounded(self) -> dict[str, Tensor | None]:
+        """Return, by name, where to write the rounded piece for the next `publish`, 1-D; None for an fp32 parameter."""
+        if self.is_fp32:
+            return dict.fromkeys(self.main)
+        if self.bucket.axis is None:
+            return {name: parameter.detach().view(-1) for name, parameter in self.bucket.parameters.items()}
+        self._sent = self._new_sent()
+        return dict(self.bucket.cut(self._sent))
+
+    def publish(self, *, is_rounded: bool = False) -> Job | None:
+        """Write the main weights to the parameters of all ranks: at once, or by the job that is returned.
+
+        ``is_rounded``: where `rounded` told to write them, they are already.
+        """
         if self.bucket.axis is not None:
             return self._gather()
-        if self._flat_main is not None:
+        if self._flat_main is not None and not is_rounded:
             self._write(self._flat_main)
         return None
 
@@ -71,15 +84,22 @@ class ShardState:
             tensor=piece, offsets=(index * numel + self.starts[name],), global_shape=(math.prod([size, numel]),)
         )
 
+    def _new_sent(self) -> Tensor:
+        return self.bucket.shard.new_empty(self.bucket.layout.shard_numel, dtype=self.bucket.layout.dtype)
+
     def _gather(self) -> Job:
-        layout, axis = self.bucket.layout, self.bucket.axis
+        axis, sent = self.bucket.axis, self._sent
         assert axis is not None
-        sent = self.bucket.shard.new_empty(layout.shard_numel, dtype=layout.dtype)
-        if self._flat_main is not None:
-            sent.copy_(self._flat_main)
+        self._sent = None
+        if sent is not None:
+            if sent.is_cuda:
+                sent.record_stream(torch.cuda.current_stream(sent.device))
+        elif self._flat_main is not None:
+            sent = self._new_sent().copy_(self._flat_main)
         else:
+            sent = self._new_sent()
             torch._foreach_copy_(list(self.bucket.cut(sent).values()), list(self.main.values()))
-        whole = sent.new_empty(layout.numel)
+        whole = sent.new_empty(self.bucket.layout.numel)
         yield start_all_gather(whole, sent, axis)
         self._write(whole)
 

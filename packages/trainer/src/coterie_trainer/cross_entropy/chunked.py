@@ -25,12 +25,12 @@ from torch.autograd.function import Function
 
 __all__ = ["chunked_cross_entropy_sum", "tokens_in_chunk"]
 
-_CHUNK_BYTES = 1 << 30
+_CHUNK_BYTES = 2 << 30
 _Softmax = Callable[[Tensor, Tensor, Tensor, bool], None]
 
 
 def tokens_in_chunk(vocab_size: int, dtype: torch.dtype) -> int:
-    """Return the largest power of two of tokens whose logits take at most 1 GiB; at least 1."""
+    """Return the largest power of two of tokens whose logits take at most 2 GiB; at least 1."""
     return 1 << max(0, (_CHUNK_BYTES // (vocab_size * dtype.itemsize)).bit_length() - 1)
 
 
