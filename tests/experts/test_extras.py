@@ -9,6 +9,7 @@ import torch
 from coterie_experts import ExpertsConfig, GroupedExperts, choose_backend
 from coterie_experts.conformance import CASES, TOKEN_CASES, Case, TokenCase, case_problems, token_case_problems
 from coterie_experts.grouped_swiglu import quack_native, te_native
+from torch import Tensor
 
 from experts import fake_transformer_engine
 
@@ -54,6 +55,35 @@ def test_weight_of_zero_still_learns() -> None:
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.usefixtures("stand_in")
+def test_te_goes_twice_through_a_kept_graph() -> None:
+    experts, x, weights, y = te_layer()
+    leaves = (x, weights, *experts.parameters())
+    first = torch.autograd.grad(y.square().sum(), leaves, retain_graph=True)
+    for one, again in zip(first, torch.autograd.grad(y.square().sum(), leaves), strict=True):
+        assert one.any()
+        assert torch.equal(one, again)
+
+
+@pytest.mark.parametrize("wanted", ["x", "weights", "gate_up", "down"])
+@pytest.mark.usefixtures("stand_in")
+def test_te_refuses_second_derivatives(wanted: str) -> None:
+    """Also where the gradient of the output is a constant, and only what was kept depends on what is asked for."""
+    experts, x, weights, y = te_layer()
+    leaf = {"x": x, "weights": weights, **dict(experts.named_parameters())}[wanted]
+    with pytest.raises(RuntimeError, match="can be differentiated once, and create_graph=True is not supported"):
+        torch.autograd.grad(y.sum(), leaf, create_graph=True)
+
+
+def te_layer() -> tuple[GroupedExperts, Tensor, Tensor, Tensor]:
+    """Return a layer, rows, their weights, and what the layer gives for them."""
+    experts = GroupedExperts(ExpertsConfig(d_model=8, d_hidden=4, num_experts=3, backend="te"))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 8, generator=generator).requires_grad_()
+    weights = (torch.rand(5, generator=generator) + 0.1).requires_grad_()
+    return experts, x, weights, experts(x, weights, torch.tensor([2, 2, 5], dtype=torch.int32))
+
+
 def obstacles(monkeypatch: pytest.MonkeyPatch, *installed: str) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in installed else None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
@@ -91,7 +121,8 @@ def test_te_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     obstacles(monkeypatch, "transformer_engine")
     assert obstacle() == "None"
     assert obstacle(device=torch.device("cpu")) == "device cpu is not cuda"
-    assert obstacle(dtype=torch.float64) == "it runs torch.bfloat16, torch.float16 and torch.float32, not torch.float64"
+    assert obstacle(dtype=torch.float64) == "it runs torch.bfloat16 and torch.float16, not torch.float64"
+    assert obstacle(dtype=torch.float32).endswith("Transformer Engine multiplies torch.float32 in TF32")
     assert obstacle(bias=True) == "it has no biases"
     assert obstacle(d_hidden=20).startswith("d_hidden (20) must be a multiple of 8")
 

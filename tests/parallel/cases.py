@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from coterie_parallel import ParallelConfig
+from coterie_parallel import DeepEPOptions, ParallelConfig
 from torch import Tensor
 
 
@@ -156,6 +156,18 @@ REFUSED = [
         world=2,
         num_experts=-3,
         sentences=[["num_experts (-3)", "nearest: 2"], ['"local"', "got 2"]],
+    ),
+    PlanCase(
+        name="settings of DeepEP for another dispatcher, of a layout that can not be settled",
+        config=ParallelConfig(pipeline=0, deep_ep=DeepEPOptions(num_sms=3)),
+        world=4,
+        sentences=[["pipeline (0)"], ["deep_ep.num_sms (3)", "2 or 4"], ["deep_ep belongs", '"deep_ep"']],
+    ),
+    PlanCase(
+        name="the same where it can be, and another fault of the buffers",
+        config=ParallelConfig(dispatcher="rowwise", capacity_factor=0.0, deep_ep=DeepEPOptions()),
+        world=4,
+        sentences=[["capacity_factor (0.0)"], ["deep_ep belongs", '"deep_ep"']],
     ),
     PlanCase(name="no ranks", config=ParallelConfig(), world=0, sentences=[["world size (0)"]]),
 ]

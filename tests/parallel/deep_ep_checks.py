@@ -4,13 +4,22 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from coterie_parallel import Axis, DispatchOptions
-from coterie_parallel.conformance import Case, Layout, Tokens, make_tokens, reference_layout, reference_rows
-from coterie_parallel.dispatch.deep_ep import DeepEPDispatcher, DeepEPOptions
+from coterie_parallel import Axis, DeepEPOptions, DispatchOptions, Guarantees
+from coterie_parallel.conformance import CASES as ALL_CASES
+from coterie_parallel.conformance import (
+    Case,
+    Layout,
+    Tokens,
+    conformance_problems,
+    make_tokens,
+    reference_layout,
+    reference_rows,
+)
+from coterie_parallel.dispatch.deep_ep import DeepEPDispatcher
 from torch import Tensor
 
 from parallel.fake_deep_ep import FakeDeepEP, make_fake
@@ -34,12 +43,81 @@ class OnCPU(DeepEPDispatcher):
     device_type = "cpu"
 
 
+class StandIn(OnCPU):
+    """The same for ranks that nobody prepares: the stand-in of V2.1 is there as soon as it is asked for."""
+
+    too_much: ClassVar[dict[str, Any]] = {}
+
+    @classmethod
+    def supports(cls, **sizes: int) -> str | None:
+        """Put the stand-in in its place first."""
+        sys.modules.setdefault("deep_ep", make_fake("2.1.0"))
+        return super().supports(**sizes)
+
+    @classmethod
+    def guarantees(cls, options: DispatchOptions) -> Guarantees:
+        """Declare what DeepEP keeps, and what a test lets it claim besides."""
+        return replace(super().guarantees(options), **cls.too_much)
+
+
+class ClaimsOrder(StandIn):
+    too_much: ClassVar[dict[str, Any]] = {"row_order": "contract"}
+
+
+class ClaimsSums(StandIn):
+    too_much: ClassVar[dict[str, Any]] = {"sum_roundings": 1}
+
+
+class ClaimsValues(StandIn):
+    too_much: ClassVar[dict[str, Any]] = {"row_error": 0.0}
+
+
+class ClaimsSizes(StandIn):
+    too_much: ClassVar[dict[str, Any]] = {"sizes": "any"}
+
+
+_SORTED = DispatchOptions(deep_ep=DeepEPOptions(deterministic=True))
+_FP8 = DispatchOptions(deep_ep=DeepEPOptions(payload="fp8"))
+CLAIMS: tuple[tuple[type[StandIn], DispatchOptions, str, str | None], ...] = (
+    (ClaimsOrder, DispatchOptions(), "uneven", "row_weights_R is wrong"),
+    (ClaimsOrder, DispatchOptions(), "reuse", "layer 0: gradient of the tokens through recomputed rows is"),
+    (ClaimsOrder, _SORTED, "uneven", None),
+    (ClaimsSums, DispatchOptions(), "bfloat16", "y_TD is wrong"),
+    (ClaimsValues, _FP8, "uneven", "rows_RD is wrong"),
+    (ClaimsValues, DispatchOptions(), "uneven", None),
+    (ClaimsSizes, DispatchOptions(), "reuse", "the buffers of DeepEP were made for tokens of width"),
+)
+"""Who claims what with which options, a case, and what the suite says; None where the claim is true."""
+
+
+def claim_problems(rank: int, world: int) -> list[list[str]]:
+    """Return what the suite says of each of `CLAIMS`."""
+    axis, found = whole_axis(rank, world), []
+    for one, options, name, _ in CLAIMS:
+        cases = [case for case in ALL_CASES if case.name == name]
+        found.append(conformance_problems(one, axis, cases=cases, options=options))
+    return found
+
+
+def suite_problems(
+    rank: int, world: int, settings: list[tuple["Setting", tuple[str, ...]]]
+) -> dict[str, tuple[int, list[str]]]:
+    """Return the number of cases and what the suite says of each setting, on the cases named, or all without names."""
+    found = {}
+    for setting, names in settings:
+        cases = [case for case in ALL_CASES if not names or case.name in names]
+        with installed(setting.version):
+            problems = conformance_problems(OnCPU, whole_axis(rank, world), cases=cases, options=setting.options())
+        found[str(setting)] = len(cases), problems
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """One version of DeepEP, the surface to use and how."""
 
     version: str
-    surface: str
+    surface: Any
     overflow: Any = "grow"
     payload: Any = "bf16"
     deterministic: bool = False
@@ -47,6 +125,15 @@ class Setting:
     def __str__(self) -> str:
         extra = [value for value, usual in ((self.overflow, "grow"), (self.payload, "bf16")) if value != usual]
         return "-".join([self.version, self.surface, *extra, *["deterministic"] * self.deterministic])
+
+    def options(self, max_tokens: int | None = None) -> DispatchOptions:
+        """Return these settings as a user gives them."""
+        return DispatchOptions(
+            overflow=self.overflow,
+            deep_ep=DeepEPOptions(
+                surface=self.surface, payload=self.payload, deterministic=self.deterministic, max_tokens=max_tokens
+            ),
+        )
 
 
 SETTINGS = (
@@ -84,13 +171,7 @@ def make(setting: Setting, axis: Axis, *, num_experts: int, alignment: int = 1, 
         num_experts=num_experts,
         axis=axis,
         alignment=alignment,
-        options=DispatchOptions(overflow=setting.overflow),
-        deep_ep=DeepEPOptions(
-            surface=setting.surface,
-            payload=setting.payload,
-            deterministic=setting.deterministic,
-            max_tokens=max_tokens,
-        ),
+        options=setting.options(max_tokens),
     )
 
 
@@ -156,7 +237,8 @@ class Layer:
         # The first dispatch makes the buffers, which reads the host once; the others are watched.
         self.host_reads = reads.found if number else []
         self.rows = [tensor.detach().cpu().clone() for tensor in self.sent[:3]]
-        self.row_of = _row_order(self.layout, self.batch, self.rows[1], dispatcher.row_order)
+        order = dispatcher.guarantees(dispatcher.options).row_order
+        self.row_of = _row_order(self.layout, self.batch, self.rows[1], order)
         self.rows_RD = self.filled("pair_rows_TKD", self.sent.rows_RD).requires_grad_()
         with HostReads() as reads:
             self.y_TD = dispatcher.combine(self.rows_RD, self.sent.handle)

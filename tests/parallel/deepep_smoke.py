@@ -12,6 +12,7 @@ State: run over the stand-in of tests/parallel/fake_deep_ep.py only; no part has
 """
 
 import argparse
+import faulthandler
 import os
 import subprocess
 import sys
@@ -54,7 +55,8 @@ def main() -> int:
         deadline = time.monotonic() + options.timeout_s
         rows = [_outcome(part, processes, Path(folder), deadline) for part, processes in running.items()]
     for row in rows:
-        print(f"{row['part']}: {'right' if row['right'] else 'WRONG'}, {row['seconds']} s\n{row['said']}", flush=True)
+        state = "right" if row["right"] else f"WRONG, exit codes {row['codes']}"
+        print(f"{row['part']}: {state}, {row['seconds']} s\n{row['said']}", flush=True)
     if options.json:
         write_json(options.json, about(options.commit), rows)
     return 0 if all(row["right"] for row in rows) else 1
@@ -102,7 +104,8 @@ def _rank(part: str, rank: int, store: str) -> int:
     import torch.distributed as dist
 
     world = PARTS[part]
-    torch.cuda.set_device(0)
+    faulthandler.enable()  # a broken extension ends the process without a word
+    torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=120)
     )
@@ -119,6 +122,7 @@ def _rank(part: str, rank: int, store: str) -> int:
 
 def _problems(part: str, rank: int, world: int) -> list[str]:
     import torch
+    from coterie_parallel import DispatchOptions
     from coterie_parallel.dispatch.deep_ep import DeepEPDispatcher, DeepEPOptions
 
     from parallel.deep_ep_checks import BASE, Layer, whole_axis
@@ -137,7 +141,10 @@ def _problems(part: str, rank: int, world: int) -> list[str]:
         begun = time.monotonic()
         if options not in made:
             made[options] = DeepEPDispatcher(
-                num_experts=8 * world, axis=whole_axis(rank, world), alignment=128, deep_ep=options
+                num_experts=8 * world,
+                axis=whole_axis(rank, world),
+                alignment=128,
+                options=DispatchOptions(deep_ep=options),
             )
         dispatcher = made[options]
         layers = [Layer(dispatcher, case, rank, world, number, "cuda") for number in range(2)]

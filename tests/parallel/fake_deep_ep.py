@@ -27,12 +27,13 @@ SURFACES = ("Buffer", "ElasticBuffer", "EPBuffer")
 
 
 class FakeDeepEP(ModuleType):
-    """The module of one version, with what happened to it."""
+    """The module of one version, with what happened to it; ``asked`` holds the settings of the last buffer."""
 
     def __init__(self, version: str) -> None:
         super().__init__("deep_ep")
         self.__version__ = version
         self.calls: list[str] = []
+        self.asked: dict[str, Any] = {}
         self.host_reads = 0
         self.events_started = 0
         self.events_waited = 0

@@ -41,6 +41,7 @@ class FakeElastic:
         self.alive = True
         assert len(set(gather(group, self.sizes))) == 1, "all ranks must size their buffers alike"
         self.module.calls.append("make")
+        self.module.asked = dict(max_tokens=num_max_tokens_per_rank, hidden=hidden, num_topk=num_topk, **settings)
 
     def destroy(self) -> None:
         assert self.settings["explicitly_destroy"]
@@ -84,6 +85,7 @@ class FakeElastic:
         assert self.version != "2.5.0" or not given["do_handle_copy"]
         check_choices(ids, weights, x.shape[0], num_experts)
         self.module.calls.append("dispatch")
+        self.module.asked |= dict(num_sms=given["num_sms"], payload=x.dtype, surface=type(self).__name__)
         self.module.host_reads += reads + self.settings["deterministic"]
 
         all_ids = gather(self.group, (ids, (most, num_experts, alignment, expands)))

@@ -144,7 +144,8 @@ def test_every_fault_is_in_one_report() -> None:
 def test_the_conformance_command_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["local", "--ranks", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 21
+    assert len(lines) == 26
+    assert lines[4] == "  - sums over the rows of a token: fp32 in k order, rounded once (checked bit for bit)"
     assert "19 of 19 cases right" in lines[-1]
     assert main(["Doubles", "--ranks", "1", "--case", "uneven", "--case", "no_tokens"]) == 1
     text = capsys.readouterr().out

@@ -42,7 +42,7 @@ def test_every_rank_is_told_the_same_about_a_large_batch() -> None:
     for name, limit in (("later", 4), ("exact", 4), ("first", 5)):
         assert told[name] == [
             f"a batch of 7 tokens on rank 1 is larger than the {limit} for which the buffers of DeepEP were sized "
-            "once; set max_tokens of DeepEPOptions to 7 or more"
+            "once; set deep_ep.max_tokens to 7 or more"
         ]
     assert told["dtype of one"] == [
         "rank 1: dtype of x_TD (torch.float32) must be torch.bfloat16 with DeepEP; cast the tokens"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from coterie_parallel import Axis, DispatchOptions
+from coterie_parallel import Axis, DispatchOptions, make_dispatcher
 from coterie_parallel.dispatch.deep_ep import DeepEPDispatcher, DeepEPOptions
 from coterie_parallel.dispatch.deep_ep.expand import expansion
 from coterie_parallel.dispatch.deep_ep.limits import batch_problems
@@ -90,7 +90,7 @@ def test_the_newest_class_is_taken(version: str, surface: str, absent: pytest.Mo
     assert DeepEPDispatcher(num_experts=8, axis=_axis(2)).surface == surface
     wanted = "Buffer" if surface == "EPBuffer" else "EPBuffer"
     with pytest.raises(ValueError, match=rf"surface \('{wanted}'\) is not in the installed deep_ep {version}"):
-        DeepEPDispatcher(num_experts=8, axis=_axis(2), deep_ep=DeepEPOptions(surface=wanted))
+        DeepEPDispatcher(num_experts=8, axis=_axis(2), options=DispatchOptions(deep_ep=DeepEPOptions(surface=wanted)))
 
 
 @pytest.mark.parametrize(
@@ -107,13 +107,41 @@ def test_the_newest_class_is_taken(version: str, surface: str, absent: pytest.Mo
         ("2.1.0", {"options": DispatchOptions(overflow="drop")}, r'overflow \("drop"\) does not exist'),
         ("2.1.0", {"options": DispatchOptions(saved_rows="fetch")}, r"saved_rows \('fetch'\) does nothing"),
         ("2.1.0", {"options": DispatchOptions(capacity_factor=3.0)}, r"capacity_factor \(3.0\) does nothing"),
-        ("2.1.0", {"deep_ep": DeepEPOptions(max_tokens=0)}, r"max_tokens \(0\) must be at least 1"),
-        ("2.1.0", {"deep_ep": DeepEPOptions(num_sms=5)}, r"num_sms \(5\) must be even and at least 0; nearest: 4 or 6"),
-        ("2.1.0", {"deep_ep": DeepEPOptions(payload="int8")}, r"payload \('int8'\) must be 'bf16' or 'fp8'"),
-        ("2.1.0", {"deep_ep": DeepEPOptions(surface="V3")}, r"surface \('V3'\) must be one of auto, EPBuffer"),
-        ("2.0.0", {"deep_ep": DeepEPOptions(deterministic=True)}, "deterministic .* needs DeepEP 2.1 or newer"),
-        ("1.2.1", {"deep_ep": DeepEPOptions(deterministic=True)}, "deterministic .* does not exist with Buffer"),
-        ("1.2.1", {"deep_ep": DeepEPOptions(num_sms=4)}, r"num_sms \(4\) is no argument of Buffer"),
+        (
+            "2.1.0",
+            {"options": DispatchOptions(deep_ep=DeepEPOptions(max_tokens=0))},
+            r"max_tokens \(0\) must be at least 1",
+        ),
+        (
+            "2.1.0",
+            {"options": DispatchOptions(deep_ep=DeepEPOptions(num_sms=5))},
+            r"num_sms \(5\) must be even and at least 0; nearest: 4 or 6",
+        ),
+        (
+            "2.1.0",
+            {"options": DispatchOptions(deep_ep=DeepEPOptions(payload="int8"))},
+            r"payload \('int8'\) must be 'bf16' or 'fp8'",
+        ),
+        (
+            "2.1.0",
+            {"options": DispatchOptions(deep_ep=DeepEPOptions(surface="V3"))},
+            r"surface \('V3'\) must be one of auto, EPBuffer",
+        ),
+        (
+            "2.0.0",
+            {"options": DispatchOptions(deep_ep=DeepEPOptions(deterministic=True))},
+            "deterministic .* needs DeepEP 2.1 or newer",
+        ),
+        (
+            "1.2.1",
+            {"options": DispatchOptions(deep_ep=DeepEPOptions(deterministic=True))},
+            "deterministic .* does not exist with Buffer",
+        ),
+        (
+            "1.2.1",
+            {"options": DispatchOptions(deep_ep=DeepEPOptions(num_sms=4))},
+            r"num_sms \(4\) is no argument of Buffer",
+        ),
     ],
 )
 def test_what_can_not_run_is_said_before_anything_is_made(
@@ -126,6 +154,13 @@ def test_what_can_not_run_is_said_before_anything_is_made(
     with pytest.raises(ValueError, match=message):
         DeepEPDispatcher(axis=axis, **given)
     assert module.calls == []
+
+
+@pytest.mark.parametrize("name", ["local", "all_to_all", "rowwise"])
+def test_another_dispatcher_refuses_the_settings(name: str) -> None:
+    options = DispatchOptions(deep_ep=DeepEPOptions())
+    with pytest.raises(ValueError, match='deep_ep belongs to dispatcher "deep_ep" and does nothing with another'):
+        make_dispatcher(name, num_experts=8, axis=Axis.single("expert"), options=options)
 
 
 def test_supports_knows_the_limits_of_the_newest_class(absent: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ is a dry run.
 """
 
 import argparse
+import json
 import time
 import tomllib
 import traceback
@@ -247,18 +248,21 @@ def measure(case: Case, setup: Setup, options: argparse.Namespace) -> dict[str, 
 
 def faults(row: dict[str, object], options: argparse.Namespace) -> list[str]:
     """Return what keeps the step from passing."""
-    import json
-
     found = [f"the host waits at {place}" for place in row.get("host_waits", [])]
     if options.parts is not None:
-        rows = json.loads(options.parts.read_text(encoding="utf-8"))["rows"]
-        parts_ms = next(one["sum_of_parts_ms"] for one in rows if one["name"] == f"step of {row['name']}")
+        parts_ms = next(
+            one["sum_of_parts_ms"] for one in _rows_of(options.parts) if one["name"] == f"step of {row['name']}"
+        )
         row["sum_of_parts_ms"], row["over_parts"] = parts_ms, row["step_ms"] / parts_ms
         print(f"step over the sum of its parts: {row['over_parts']:.3f}", flush=True)
         limit = tomllib.loads(LIMITS.read_text(encoding="utf-8"))["limits"]["step over the sum of its parts"]
         if row["over_parts"] > limit:
             found.append(f"{row['over_parts']:.3f} of the sum of the parts is above {limit}")
     return found
+
+
+def _rows_of(file: Path) -> list[dict[str, Any]]:
+    return json.loads(file.read_text(encoding="utf-8"))["rows"] if file.exists() else []
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -280,7 +284,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sync-check", action="store_true")
     parser.add_argument("--parts", type=Path, metavar="FILE", help="what gpu_parts.py wrote")
     parser.add_argument("--limit-s", type=int, default=120, help="of each part of this script")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="add a row to this file")
     parser.add_argument("--commit", default="", metavar="HASH")
     options = parser.parse_args(arguments)
     options.case = "tiny" if options.tiny else options.case
@@ -311,7 +315,7 @@ def main() -> None:
     row["cross_entropy"] = options.cross_entropy
     found = faults(row, options)
     if options.json:
-        write_json(options.json, where, [row])
+        write_json(options.json, where, [*_rows_of(options.json), row])
     if found:
         raise SystemExit("\n".join(found))
 

@@ -13,9 +13,11 @@ from coterie_parallel.collectives import (
     exchange_rows,
 )
 from coterie_parallel.dispatch import (
+    DeepEPOptions,
     Dispatched,
     Dispatcher,
     DispatchOptions,
+    Guarantees,
     dispatcher_class,
     known_dispatchers,
     make_dispatcher,
@@ -65,6 +67,8 @@ __all__ = [
     "Dispatched",
     "Dispatcher",
     "DispatchOptions",
+    "DeepEPOptions",
+    "Guarantees",
     "dispatcher_class",
     "known_dispatchers",
     "make_dispatcher",

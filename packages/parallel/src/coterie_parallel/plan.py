@@ -1,10 +1,11 @@
 """How the ranks of a run fold into named axes, decided and checked before any process group exists."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from coterie_parallel.dispatch.options import DispatchOptions, OverflowPolicy, SavedRows
+from coterie_parallel.dispatch.deep_ep_options import DeepEPOptions
+from coterie_parallel.dispatch.options import DispatchOptions, OverflowPolicy, SavedRows, misplaced_problems
 from coterie_parallel.dispatch.registry import dispatcher_class, known_dispatchers
 from coterie_parallel.pipeline.stages import ScheduleName, stage_problems
 
@@ -26,7 +27,7 @@ class ParallelConfig:
     ``data = -1`` takes all ranks that are left by the pipeline; ``expert = -1`` spreads the experts over the whole
     data axis. With ``data_parallel = "resident"`` a rank computes with the weights that it holds; "fsdp" leaves it to
     PyTorch's FSDP2 to shard them and to gather every layer for each micro-batch, experts included. ``timeout_s`` is the
-    time-out of every process group. The four settings after it are explained in `DispatchOptions`.
+    time-out of every process group. The settings after it are explained in `DispatchOptions`.
     """
 
     pipeline: int = 1
@@ -42,6 +43,7 @@ class ParallelConfig:
     capacity_factor: float = 2.0
     saved_rows: SavedRows = "copy"
     overlap: bool = False
+    deep_ep: DeepEPOptions | None = None
 
     def dispatch_options(self) -> DispatchOptions:
         """Return the settings that belong to the dispatcher."""
@@ -50,6 +52,7 @@ class ParallelConfig:
             capacity_factor=self.capacity_factor,
             saved_rows=self.saved_rows,
             overlap=self.overlap,
+            deep_ep=self.deep_ep,
         )
 
     def problems(self) -> list[str]:
@@ -69,7 +72,9 @@ class ParallelConfig:
             found.append(f"dispatcher ({self.dispatcher!r}) is unknown; known: {', '.join(known_dispatchers())}")
         if not (0 < self.timeout_s < math.inf):
             found.append(f"timeout_s ({self.timeout_s}) must be a positive number of seconds, for example 600")
-        return found + self.dispatch_options().problems()
+        options = self.dispatch_options()
+        found += options.problems()
+        return found if self.dispatcher == "deep_ep" else found + misplaced_problems(options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,8 +187,10 @@ def plan_problems(
         if reason is not None:
             found.append(reason)
         options = config.dispatch_options()
-        if not options.problems():
-            found += dispatcher_class(config.dispatcher).option_problems(options, top_k=top_k)
+        if replace(options, deep_ep=None).problems():  # which were found above; the settings of DeepEP are left
+            options = DispatchOptions(deep_ep=options.deep_ep)
+        own = dispatcher_class(config.dispatcher).option_problems(options, top_k=top_k)
+        found += [problem for problem in own if problem not in found]
     return found
 
 

@@ -1,11 +1,12 @@
 """What `coterie check` shows: the resolved plan of a config, its parameters, the memory of a rank and its messages."""
 
+import json
 import math
 from pathlib import Path
 
 import torch
 from coterie_export import ModelSpec, fitting_families
-from coterie_parallel import OptimizerMemory, Plan, Stages, make_plan, make_stages, optimizer_memory
+from coterie_parallel import DeepEPOptions, OptimizerMemory, Plan, Stages, make_plan, make_stages, optimizer_memory
 from coterie_parallel.dispatch.rowwise.buffers import peak_row_bytes
 from coterie_parallel.dispatch.rowwise.capacity import first_capacity
 
@@ -21,6 +22,7 @@ from coterie_trainer.check_stages import (
 from coterie_trainer.config import Config, ConfigError, config_problems
 from coterie_trainer.data.shards import read_index
 from coterie_trainer.placement import placement_of
+from coterie_trainer.reading import to_dict
 
 __all__ = ["active_parameters", "report"]
 
@@ -67,6 +69,7 @@ def report(config: Config, world: int) -> str:
             *plan.describe().splitlines(),
             *stage_lines(spec, plan, stages),
             _experts_line(config, plan),
+            *_deep_ep_lines(config),
             *holds,
         ],
         "model": _model_lines(config, spec, origin),
@@ -117,6 +120,14 @@ def _experts_line(config: Config, plan: Plan) -> str:
         f"experts ({num_experts}) = expert ({plan.expert}) x {num_experts // plan.expert} on each rank; "
         f"dispatcher {config.parallel.dispatcher}"
     )
+
+
+def _deep_ep_lines(config: Config) -> list[str]:
+    """Say with which settings DeepEP runs, where it does."""
+    if config.parallel.dispatcher != "deep_ep":
+        return []
+    settings = to_dict(config.parallel.deep_ep or DeepEPOptions())
+    return ["DeepEP: " + ", ".join(f"{name} = {json.dumps(value)}" for name, value in settings.items())]
 
 
 def _model_lines(config: Config, spec: ModelSpec, vocabulary: str) -> list[str]:

@@ -1,25 +1,25 @@
 """The configuration of a run: frozen dataclasses that are read from TOML, with every fault in one report.
 
 A file has the top-level keys of `Config` and one table for each of its parts: ``[model]``, ``[data]``, ``[train]``,
-``[optimizer]``, ``[parallel]``, ``[checkpoint]`` and ``[log]``. Keys are the field names below. TOML has no null, so
-the text ``"none"`` stands for None where a field allows it.
+``[optimizer]``, ``[parallel]``, ``[checkpoint]`` and ``[log]``; a field that is a dataclass itself is a table in a
+table, as ``[parallel.deep_ep]``. Keys are the field names below. TOML has no null, so the text ``"none"`` stands for
+None where a field allows it.
 """
 
-import dataclasses
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from coterie_experts import ExpertsConfig
-from coterie_export import ModelSpec
-from coterie_parallel import ParallelConfig, plan_problems, stage_problems
-from coterie_routing import BIAS_RULES, Assignment, BiasRule, RouterConfig
+import torch
+from coterie_parallel import ParallelConfig, dispatcher_class, known_dispatchers, plan_problems, stage_problems
+from coterie_routing import BIAS_RULES, Assignment, BiasRule
 
-from coterie_trainer.attention import AttentionBackend, backend_problems
-from coterie_trainer.bounds import above_zero as _above_zero
-from coterie_trainer.bounds import at_least as _at_least
+from coterie_trainer.attention import backend_problems
+from coterie_trainer.bounds import at_least, nearest
+from coterie_trainer.model_config import ModelConfig, experts_config, router_config
 from coterie_trainer.optimizer_config import OptimizerConfig
 from coterie_trainer.reading import TableReader, apply_override, to_dict
 from coterie_trainer.recompute import combination_problems, name_problems
@@ -45,7 +45,13 @@ __all__ = [
 ]
 
 
-ExpertBackend = Literal["auto", "reference", "torch", "triton", "quack", "te"]
+# What dispatchers call the settings that decide what a token is.
+_TOKEN_WORDS = {
+    "dtype of x_TD": "dtype",
+    "width of x_TD": "model.d_model",
+    "choices of a token": "model.top_k",
+    "x_TD is on cpu": 'device is "cpu"',
+}
 _TABLES = ("model", "data", "train", "optimizer", "parallel", "checkpoint", "log")
 
 
@@ -56,142 +62,6 @@ class ConfigError(ValueError):
         self.problems = list(problems)
         count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
         super().__init__("\n".join([f"{source}: {count}", *(f"  - {problem}" for problem in self.problems)]))
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """The sizes and the variants of the decoder; ``head_dim`` None means ``d_model / num_heads``."""
-
-    num_layers: int
-    d_model: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int | None = None
-    norm_placement: Literal["pre", "post"] = "pre"
-    norm_eps: float = 1e-6
-    qk_norm: Literal["head", "width"] | None = None
-    rope_theta: float = 10000.0
-    num_dense_layers: int = 0
-    dense_hidden: int = 0
-    num_experts: int
-    top_k: int
-    expert_hidden: int
-    shared_hidden: int = 0
-    score_function: Literal["softmax", "sigmoid"] = "softmax"
-    renormalize: bool = True
-    route_scale: float = 1.0
-    selection_bias: bool = False
-    num_groups: int = 1
-    chosen_groups: int = 1
-    tied_embeddings: bool = False
-    init_std: float = 0.02
-    attention_backend: AttentionBackend = "auto"
-    expert_backend: ExpertBackend = "auto"
-
-    def to_spec(self, vocab_size: int, max_sequence_length: int, eos_id: int | None) -> ModelSpec:
-        """Return the complete description of the model, with what only the data knows filled in."""
-        return ModelSpec(
-            vocab_size=vocab_size,
-            d_model=self.d_model,
-            num_layers=self.num_layers,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.d_model // self.num_heads if self.head_dim is None else self.head_dim,
-            norm_eps=self.norm_eps,
-            norm_placement=self.norm_placement,
-            qk_norm=self.qk_norm,
-            rope_theta=self.rope_theta,
-            max_sequence_length=max_sequence_length,
-            num_dense_layers=self.num_dense_layers,
-            dense_hidden=self.dense_hidden,
-            num_experts=self.num_experts,
-            top_k=self.top_k,
-            expert_hidden=self.expert_hidden,
-            shared_hidden=self.shared_hidden,
-            score_function=self.score_function,
-            renormalize=self.renormalize,
-            route_scale=self.route_scale,
-            selection_bias=self.selection_bias,
-            num_groups=self.num_groups,
-            chosen_groups=self.chosen_groups,
-            tied_embeddings=self.tied_embeddings,
-            bos_id=None,
-            eos_id=eos_id,
-            pad_id=None,
-        )
-
-    def problems(self) -> list[str]:
-        """Return every fault of these settings, those that the router and the experts find included."""
-        sizes = ("num_layers", "d_model", "num_heads", "num_kv_heads", "num_experts", "expert_hidden")
-        found = _at_least(self, 1, *sizes) + _at_least(self, 0, "num_dense_layers", "dense_hidden", "shared_hidden")
-        found += _above_zero(self, "norm_eps", "rope_theta", "init_std")
-        if self.num_heads >= 1 and self.num_kv_heads >= 1 and self.num_heads % self.num_kv_heads:
-            works = ", ".join(str(n) for n in range(1, self.num_heads + 1) if self.num_heads % n == 0)
-            found.append(
-                f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads}); "
-                f"num_kv_heads that work with {self.num_heads} heads: {works}"
-            )
-        found += self._head_dim_problems()
-        if self.num_dense_layers >= self.num_layers >= 1:
-            found.append(
-                f"num_dense_layers ({self.num_dense_layers}) must be below num_layers ({self.num_layers}): at least "
-                f"one layer has experts; at most {self.num_layers - 1} works"
-            )
-        if self.num_dense_layers >= 1 and self.dense_hidden == 0:
-            found.append(
-                f"dense_hidden (0) must be at least 1 for the {self.num_dense_layers} dense layers "
-                f"(num_dense_layers); usual: {4 * self.d_model}"
-            )
-        # Sizes are judged above, under their names in the file; the packages get sound ones and judge the rest.
-        sound = dataclasses.replace(
-            self,
-            d_model=max(1, self.d_model),
-            num_experts=self.num_experts if self.num_experts >= 1 else max(1, self.top_k),
-            expert_hidden=max(1, self.expert_hidden),
-        )
-        found += router_config(sound).problems()
-        found += [
-            problem.replace("d_hidden", "expert_hidden")
-            for problem in experts_config(sound, backend=sound.expert_backend).problems()
-        ]
-        return found
-
-    def _head_dim_problems(self) -> list[str]:
-        if self.head_dim is not None:
-            if self.head_dim < 2 or self.head_dim % 2:
-                return [
-                    f"head_dim ({self.head_dim}) must be even and at least 2, as rotary embeddings pair its halves; "
-                    f"nearest: {_nearest(self.head_dim, 2)}"
-                ]
-        elif self.d_model >= 1 and self.num_heads >= 1 and self.d_model % (2 * self.num_heads):
-            return [
-                f"d_model ({self.d_model}) must be a multiple of 2 x num_heads ({self.num_heads}) when head_dim is not "
-                f"given, so that each head has an even width; nearest: {_nearest(self.d_model, 2 * self.num_heads)}"
-            ]
-        return []
-
-
-def router_config(model: ModelConfig | ModelSpec, assignment: Assignment | None = None) -> RouterConfig:
-    """Return what a model's settings, or its spec, say to the router; an assignment decides the load in its place."""
-    return RouterConfig(
-        d_model=model.d_model,
-        num_experts=model.num_experts,
-        top_k=model.top_k,
-        score_function=model.score_function,
-        renormalize=model.renormalize,
-        route_scale=model.route_scale,
-        selection_bias=model.selection_bias,
-        num_groups=model.num_groups,
-        chosen_groups=model.chosen_groups,
-        assignment=assignment,
-    )
-
-
-def experts_config(model: ModelConfig | ModelSpec, *, backend: ExpertBackend) -> ExpertsConfig:
-    """Return what a model's settings, or its spec, say to the routed experts."""
-    return ExpertsConfig(
-        d_model=model.d_model, d_hidden=model.expert_hidden, num_experts=model.num_experts, backend=backend
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +78,7 @@ class DataConfig:
         found = [] if self.path else ["path is empty; name the folder of the token files"]
         if self.source == "stdlib" and self.vocab_size < 257:
             found.append(f"vocab_size ({self.vocab_size}) must be at least 257: 256 bytes and the end-of-text token")
-        return found + _at_least(self, 1, "sequence_length")
+        return found + at_least(self, 1, "sequence_length")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,8 +111,8 @@ class TrainConfig:
 
     def problems(self) -> list[str]:
         """Return every fault of these settings."""
-        found = _at_least(self, 1, "steps", "sequences_per_step", "sequences_per_micro_batch")
-        found += _at_least(self, 0, "balance_coefficient", "z_coefficient", "evaluate_every", "evaluate_sequences")
+        found = at_least(self, 1, "steps", "sequences_per_step", "sequences_per_micro_batch")
+        found += at_least(self, 0, "balance_coefficient", "z_coefficient", "evaluate_every", "evaluate_sequences")
         rule = bias_rule(self)
         if rule is None and self.bias_rate is not None:
             found.append(f"bias_rate ({self.bias_rate}) belongs to a bias_rule, and there is none")
@@ -275,7 +145,7 @@ class CheckpointConfig:
 
     def problems(self) -> list[str]:
         """Return every fault of these settings."""
-        return _at_least(self, 0, "every", "grace_s") + _at_least(self, 1, "keep")
+        return at_least(self, 0, "every", "grace_s") + at_least(self, 1, "keep")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,7 +157,7 @@ class LogConfig:
 
     def problems(self) -> list[str]:
         """Return every fault of these settings."""
-        return _at_least(self, 1, "every")
+        return at_least(self, 1, "every")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,12 +264,13 @@ def config_problems(config: Config, world: int | None, vocab_size: int | None = 
     found = config.problems()
     layout = plan_problems(config.parallel, world, num_experts=num_experts, top_k=config.model.top_k)
     found += [f"parallel: {problem}" for problem in layout]
+    found += _token_problems(config)
     data = config.parallel.data if config.parallel.data >= 1 else world // max(1, config.parallel.pipeline)
     total, micro = config.train.sequences_per_step, config.train.sequences_per_micro_batch
     if min(data, total, micro) >= 1 and total % (data * micro):
         found.append(
             f"train: sequences_per_step ({total}) must be a multiple of data ({data}) x sequences_per_micro_batch "
-            f"({micro}) = {data * micro}; nearest: {_nearest(total, data * micro)}"
+            f"({micro}) = {data * micro}; nearest: {nearest(total, data * micro)}"
         )
     found += _stage_problems(config, data)
     if not any(problem.startswith(("model:", "data:")) for problem in found):
@@ -410,6 +281,35 @@ def config_problems(config: Config, world: int | None, vocab_size: int | None = 
             unused = config.optimizer.to_adamw().unused_patterns(spec.tensor_shapes())
             found += [f"optimizer: {problem}" for problem in unused]
     return list(dict.fromkeys(found))
+
+
+def _token_problems(config: Config) -> list[str]:
+    """Return why the dispatcher can not send the tokens of this model, in the words of the file."""
+    parallel, model = config.parallel, config.model
+    options = parallel.dispatch_options()
+    if parallel.dispatcher not in known_dispatchers() or options.problems() or min(model.d_model, model.top_k) < 1:
+        return []  # which is reported already
+    refused = dispatcher_class(parallel.dispatcher).token_problems(
+        options,
+        width=model.d_model,
+        num_choices=model.top_k,
+        dtype=getattr(torch, config.dtype),
+        device="cpu" if config.device == "cpu" else None,
+    )
+    found = []
+    for problem in refused:
+        text = re.sub(r"torch\.(\w+)", r'"\1"', problem).replace("; cast the tokens", "")
+        for theirs, ours in _TOKEN_WORDS.items():
+            text = text.replace(theirs, ours)
+        found.append(f'parallel: dispatcher ("{parallel.dispatcher}"): {text}')
+    room = None if options.deep_ep is None else options.deep_ep.max_tokens
+    sequences, length = config.train.sequences_per_micro_batch, config.data.sequence_length
+    if room is not None and room < sequences * length:
+        found.append(
+            f"parallel: deep_ep.max_tokens ({room}) must be at least {sequences * length}, the tokens of a micro-batch "
+            f"= sequences_per_micro_batch ({sequences}) x sequence_length ({length}); or leave it out"
+        )
+    return found
 
 
 def _stage_problems(config: Config, data: int) -> list[str]:
@@ -490,9 +390,3 @@ def config_from_dict(
 def config_to_dict(config: Config) -> dict[str, Any]:
     """Return ``config`` as nested dicts of plain values that both TOML and JSON can hold (None as ``"none"``)."""
     return to_dict(config)
-
-
-def _nearest(value: int, step: int) -> str:
-    """Return the multiples of ``step`` on both sides of ``value``, as "56 or 64"."""
-    below = value // step * step
-    return f"{below} or {below + step}" if below >= step else str(step)

@@ -24,10 +24,10 @@ from coterie_routing import Assignment, ChoiceMemo, Router, Routing
 from torch import Tensor, nn
 
 from coterie_trainer.attention import AttentionBackend, AttentionContext, attention_context
-from coterie_trainer.config import ExpertBackend, experts_config, router_config
 from coterie_trainer.layers import Attention, FeedForward, RMSNorm, compile_dense
+from coterie_trainer.model_config import ExpertBackend, experts_config, router_config
 from coterie_trainer.placement import placement_of
-from coterie_trainer.recompute import SentAgain, again, name_problems
+from coterie_trainer.recompute import SentAgain, again, name_problems, order_problems
 
 __all__ = ["Decoder", "ModelOutput", "MoE", "build_model", "dispatchers", "placements"]
 
@@ -307,9 +307,10 @@ def build_model(
         dtype: dtype of all parameters.
 
     Raises:
-        ValueError: the spec or ``recompute`` has faults, or the dispatcher is unknown or cannot run here.
+        ValueError: the spec or ``recompute`` has faults, or the dispatcher is unknown or cannot run here or so.
     """
     problems = spec.problems() + name_problems(recompute)
+    problems += order_problems(recompute, dispatcher, DispatchOptions() if options is None else options)
     if problems:
         raise ValueError("\n".join(problems))
     axis = expert_axis if expert_axis is not None else Axis.single("expert")

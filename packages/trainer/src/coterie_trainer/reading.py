@@ -28,11 +28,12 @@ class TableReader:
     """Turns nested mappings into a dataclass of dataclasses and gathers what is wrong on the way.
 
     Args:
-        root: The dataclass of the whole file; its fields are plain values or dataclasses of plain values.
+        root: The dataclass of the whole file; its fields are plain values or dataclasses, which may be left out where
+            their type allows None.
 
     Attributes:
         problems: Everything that was wrong: unknown and missing keys, wrong types.
-        complete: The tables that could be read, by name.
+        complete: The tables at the top of the file that could be read, by name.
     """
 
     def __init__(self, root: type) -> None:
@@ -58,8 +59,9 @@ class TableReader:
                     usable = False
                 continue
             value = values[item.name]
-            if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
-                found[item.name] = self._table(typing.cast(type, hint), value, name)
+            kind_of_table = _table_kind(hint)
+            if kind_of_table is not None and isinstance(value, Mapping):
+                found[item.name] = self._table(kind_of_table, value, name)
                 usable = usable and found[item.name] is not None
             elif _fits(hint, value):
                 found[item.name] = _convert(hint, value)
@@ -70,14 +72,14 @@ class TableReader:
         if not usable:
             return None
         result = kind(**found)
-        if where:
+        if where and "." not in where:
             self.complete[where] = result
         return result
 
     def _unknown(self, key: str, value: Any, where: str) -> str:
         """Return the report of an unknown key, with the nearest known one and the table that it belongs to."""
         hints = typing.get_type_hints(self.root)
-        tables = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+        tables = _tables(self.root)
         if isinstance(value, Mapping) and not where:
             return f"unknown table [{key}]; nearest: [{max(tables, key=lambda name: _likeness(key, name))}]"
         known = [("", name) for name in hints if name not in tables]
@@ -95,6 +97,8 @@ def apply_override(table: Any, text: str) -> str | None:
     if not equals or not key or not all(parents):
         return f"--set {text}: write table.key=value, as in --set model.num_experts=16"
     for parent in parents:
+        if table.get(parent) == "none":  # the text for None: a table that is left out
+            del table[parent]
         table = table.setdefault(parent, {})
         if not isinstance(table, dict):
             return f"--set {text}: {parent} is a value, not a table"
@@ -142,6 +146,23 @@ def _convert(hint: Any, value: Any) -> Any:
         kinds = arguments[:1] * len(value) if arguments[-1] is Ellipsis else arguments
         return tuple(map(_convert, kinds, value))
     return float(value) if hint is float else value
+
+
+def _table_kind(hint: Any) -> type | None:
+    """Return the dataclass that a field of type ``hint`` holds, alone or as the choice beside None."""
+    kinds = (part for part in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(part))
+    return typing.cast(type | None, next(kinds, None))
+
+
+def _tables(root: type, where: str = "") -> dict[str, type]:
+    """Return all tables below ``root`` by their dotted names."""
+    found: dict[str, type] = {}
+    for name, hint in typing.get_type_hints(root).items():
+        kind = _table_kind(hint)
+        if kind is not None:
+            found[_dotted(where, name)] = kind
+            found |= _tables(kind, _dotted(where, name))
+    return found
 
 
 _NONE = type(None)

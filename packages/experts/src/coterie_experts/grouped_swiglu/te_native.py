@@ -1,9 +1,11 @@
 """Experts on ``GroupedLinear`` of Transformer Engine (extra ``te``): both projections; the rest is plain torch.
 
-``transformer_engine.pytorch.GroupedLinear`` (2.0 and newer) keeps a weight for each expert and takes the numbers of
+``transformer_engine.pytorch.GroupedLinear`` (2.10 and newer) keeps a weight for each expert and takes the numbers of
 rows as a list: they are read on the host, which stops the queue once a pass, and no CUDA graph can be captured. Our
 weights stand in for its own, expert by expert, and autograd carries their gradients back. Only experts with rows are
 given to it, so that those without have a gradient of exactly zero.
+
+It multiplies float32 in TF32 whatever torch is set to (``cublaslt_gemm.cu``), so float32 is refused.
 """
 
 import functools
@@ -16,6 +18,7 @@ from torch import Tensor
 from coterie_experts.activation import Activation
 from coterie_experts.grouped_swiglu import reference
 from coterie_experts.grouped_swiglu.alignment import width_obstacle
+from coterie_experts.once import refuse_second_derivative
 
 __all__ = ["grouped_experts", "obstacle"]
 
@@ -31,8 +34,10 @@ def obstacle(
     if device.type != "meta":
         if device.type != "cuda":
             return f"device {device.type} is not cuda"
-        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            return f"it runs torch.bfloat16, torch.float16 and torch.float32, not {dtype}"
+        if dtype == torch.float32:
+            return "it runs torch.bfloat16 and torch.float16; Transformer Engine multiplies torch.float32 in TF32"
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"it runs torch.bfloat16 and torch.float16, not {dtype}"
     return width_obstacle(d_model=d_model, d_hidden=d_hidden, dtype=dtype)
 
 
@@ -71,12 +76,40 @@ def _linear(x_RI: Tensor, weights_eOI: Tensor, counts: list[int]) -> Tensor:
     busy = [(weight, count) for weight, count in zip(weights_eOI.unbind(), counts, strict=True) if count > 0]
     layer = _grouped_linear(len(busy), weights_eOI.shape[2], weights_eOI.shape[1], weights_eOI.dtype)
     stand_ins = {f"weight{number}": weight for number, (weight, _) in enumerate(busy)}
-    y_RO: Tensor = torch.func.functional_call(layer, stand_ins, (x_RI, [count for _, count in busy]))
-    return y_RO
+    y_RO = torch.func.functional_call(layer, stand_ins, (x_RI, [count for _, count in busy]))
+    same_RO: Tensor = _Once.apply(y_RO, x_RI, weights_eOI)
+    return same_RO
+
+
+class _Once(torch.autograd.Function):
+    """Its output is its first argument; a second derivative is refused, which Transformer Engine leaves out silently.
+
+    The others are what that output depends on, and what it keeps too.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y_RO: Tensor, x_RI: Tensor, weights_eOI: Tensor) -> Tensor:
+        ctx.save_for_backward(x_RI, weights_eOI)
+        return y_RO.view_as(y_RO)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor, None, None]:
+        refuse_second_derivative(grad_RO, *ctx.saved_tensors)
+        return grad_RO, None, None
 
 
 @functools.lru_cache(maxsize=256)
 def _grouped_linear(num_gemms: int, in_features: int, out_features: int, dtype: torch.dtype) -> Any:
     from transformer_engine.pytorch import GroupedLinear  # type: ignore[import-not-found]
 
-    return GroupedLinear(num_gemms, in_features, out_features, bias=False, params_dtype=dtype, device="meta")
+    return GroupedLinear(
+        num_gemms,
+        in_features,
+        out_features,
+        bias=False,
+        params_dtype=dtype,
+        device="meta",
+        # Otherwise it empties the slices of the input that it kept once it has used them, and a second pass through a
+        # kept graph gives weight gradients of zero.
+        save_original_input=True,
+    )

@@ -291,7 +291,7 @@ def grad_of_weights_in_turn(
 
     ``gathered`` are rows of tokens taken by ``counted``, ``rows`` lie in padded rows; rows of padding are zeros on both
     sides. ``TRANSPOSED`` stores rows^T @ gathered: the gather is cheaper along the short side of a tile, whichever side
-    of the output that is. ``ACCUMULATE``, if not None, adds to what is there, and says where the sum is made.
+    of the output that is. ``ACCUMULATE`` adds to what is there.
 
     Each program takes every num_programs-th tile, and the loops over tiles and rows are one, so that the loads of a
     tile begin before the one before it ends. Only where the load of the experts is even: see ``_is_even``.
@@ -419,12 +419,7 @@ def _store_gradient(out_desc, expert, row, column, total, ACCUMULATE: tl.constex
     parts = _columns_in_parts(total, PARTS)
     for part in tl.static_range(PARTS):
         place = [expert, row, column + part * WIDTH]
-        out = parts[part].to(out_desc.dtype).reshape(1, ROWS, WIDTH)
-        if ACCUMULATE == "in the cache":
-            # Nobody else adds to this element, so the sum is that of a load, an addition and a store.
-            out_desc.atomic_add(place, out)
-        elif ACCUMULATE == "in registers":
-            out_desc.store(place, out + out_desc.load(place))
-        else:
-            tl.static_assert(not ACCUMULATE)
-            out_desc.store(place, out)
+        out = parts[part]
+        if ACCUMULATE:
+            out += out_desc.load(place).reshape(ROWS, WIDTH)
+        out_desc.store(place, out.to(out_desc.dtype).reshape(1, ROWS, WIDTH))

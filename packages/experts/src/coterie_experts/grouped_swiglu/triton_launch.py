@@ -40,9 +40,6 @@ __all__ = [
     "weight_gradient",
 ]
 
-# The interpreter has no sums in the cache.
-_ACCUMULATE = {"cuda": "in the cache", "cpu": "in registers"}
-
 
 def pre_and_activation(
     x_SD: Tensor, layout: PaddedLayout, up: Tensor, tiles: TileSet, *, activation: Activation, bias: Tensor | None
@@ -408,7 +405,7 @@ def weight_gradient(
         "DEPTH": tile.depth,
         "BAND": tile.band,
         "TRANSPOSED": transposed,
-        "ACCUMULATE": None if main_grad is None else _ACCUMULATE[out.device.type],
+        "ACCUMULATE": main_grad is not None,
         "EVEN": gathered_width % tile.rows == 0,
         "num_warps": tile.num_warps,
     }

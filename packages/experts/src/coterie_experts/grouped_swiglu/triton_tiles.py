@@ -80,8 +80,8 @@ _HOPPER = TileSet(
     down=Tile(rows=128, columns=256, depth=64, flatten=True),
     grad_hidden=Tile(rows=128, columns=256, depth=64, parts=4, band=4),
     grad_rows=Tile(rows=128, columns=256, depth=64),
-    grad_down=Tile(rows=128, columns=256, depth=64, parts=4, flatten=True),
-    grad_gate_up=Tile(rows=128, columns=256, depth=64, parts=4),
+    grad_down=Tile(rows=128, columns=256, depth=64, parts=2, flatten=True),
+    grad_gate_up=Tile(rows=128, columns=256, depth=64, parts=2),
 )
 
 # What a class of shapes has other than the above; the classes are those of ``shape_class``. Flattened loops pay where a

@@ -1,4 +1,4 @@
-"""Run a dispatcher on the cases and compare every output and every gradient with the reference, bit for bit."""
+"""Run a dispatcher on the cases and compare every output and every gradient with the reference, as it declares."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -12,8 +12,16 @@ from torch.utils.checkpoint import checkpoint
 from coterie_parallel.axis import Axis
 from coterie_parallel.collectives import all_gather_objects
 from coterie_parallel.conformance.cases import CASES, Case, Tokens, make_tokens
-from coterie_parallel.conformance.reference import Layout, reference_combine, reference_layout, reference_rows
-from coterie_parallel.dispatch import Dispatched, Dispatcher, DispatchOptions, dispatcher_class
+from coterie_parallel.conformance.comparing import (
+    difference,
+    largest_value,
+    row_places,
+    rows_difference,
+    sums_difference,
+)
+from coterie_parallel.conformance.fitting import fit_case
+from coterie_parallel.conformance.reference import Layout, reference_layout, reference_rows
+from coterie_parallel.dispatch import Dispatched, Dispatcher, DispatchOptions, Guarantees, dispatcher_class
 
 __all__ = ["case_problems", "conformance_problems", "guarded_case_problems"]
 
@@ -26,10 +34,11 @@ _WHOLE = ("still without", "the options leave")
 
 @dataclass(frozen=True, kw_only=True)
 class _Layer:
-    """One dispatch and combine with what the reference says about it."""
+    """One dispatch and combine with what the reference says about it; ``places`` has the row of each of its rows."""
 
     batch: list[Tokens]
     layout: Layout
+    places: Tensor
     x_TD: Tensor
     weights_TK: Tensor
     ids_TK: Tensor
@@ -47,6 +56,8 @@ def conformance_problems(
     options: DispatchOptions | None = None,
 ) -> list[str]:
     """Return a sentence for every way in which ``dispatcher`` breaks the contract on this rank.
+
+    What it declares in `Dispatcher.guarantees` to be weaker is checked to what it declares.
 
     Args:
         dispatcher: a registered name or a class.
@@ -105,11 +116,23 @@ def case_problems(
 
     With ``kind = "reuse"`` one instance does that for several batches, each also without gradients and recomputed. With
     ``kind = "refusals"`` the instance is given wrong arguments first.
+
+    Tokens have another width and dtype than the case where the back-end refuses those of the case.
     """
+    guarantees = dispatcher.guarantees(DispatchOptions() if options is None else options)
+    unsound = guarantees.problems()
+    if unsound:
+        return [f"{case.name}: what it guarantees: {problem}" for problem in unsound]
     num_experts = case.experts_per_rank * axis.size
     reason = dispatcher.supports(num_experts=num_experts, expert_degree=axis.size, alignment=case.alignment)
     if reason is not None:
         return [f"{case.name}: not supported: {reason}"]
+    batches = []
+    for one in _batches(case, options, guarantees):
+        fit = fit_case(dispatcher, one, device, options)
+        if fit is None:
+            return [f"{case.name}: not supported: no tokens on {device} with {one.top_k} choices can be sent"]
+        batches.append(fit.case)
     given = {} if options is None else {"options": options}
 
     def make() -> Dispatcher:
@@ -123,11 +146,11 @@ def case_problems(
         if case.kind == "refusals":
             other = make()
             try:
-                problems += _refusal_problems(instance, other, case, axis, device)
+                problems += _refusal_problems(instance, other, batches[0], axis, device, guarantees)
             finally:
                 other.close()
-        for one in _batches(case, options):
-            problems += _batch_problems(instance, one, axis, device, more=case.kind == "reuse")
+        for one in batches:
+            problems += _batch_problems(instance, one, axis, device, guarantees, more=case.kind == "reuse")
         dropped = instance.counters().get("rows_dropped", torch.zeros(())).item()
     finally:
         instance.close()
@@ -136,27 +159,33 @@ def case_problems(
     return [f"{case.name}{':' if problem.startswith(_WHOLE) else ','} {problem}" for problem in problems]
 
 
-def _batches(case: Case, options: DispatchOptions | None) -> list[Case]:
+def _batches(case: Case, options: DispatchOptions | None, guarantees: Guarantees) -> list[Case]:
     """Return the batches of a case, whose numbers come from their names."""
     if case.kind != "reuse":
         return [case]
     longest = replace(case, name="long", num_tokens=(33, 8, 0, 20))
+    nobody = replace(case, name="nobody", num_tokens=(0,))
+    if guarantees.sizes == "first":
+        return [longest, replace(case, name="short", num_tokens=(0, 7)), nobody, replace(longest, name="long again")]
     others = [replace(case, name="wide", width=12), replace(case, name="half", dtype=torch.bfloat16)]
     if options is not None and options.overflow == "drop":
         # K must stay, and the first batch decides for how many rows there is room.
         return [longest, *others]
     fewer = replace(case, name="fewer choices", top_k=1, num_tokens=(0, 7))
-    return [fewer, longest, *others, replace(case, name="nobody", num_tokens=(0,)), replace(longest, top_k=2)]
+    return [fewer, longest, *others, nobody, replace(longest, top_k=2)]
 
 
-def _batch_problems(instance: Dispatcher, case: Case, axis: Axis, device: Any, *, more: bool) -> list[str]:
+def _batch_problems(
+    instance: Dispatcher, case: Case, axis: Axis, device: Any, guarantees: Guarantees, *, more: bool
+) -> list[str]:
     for _ in range(NUM_ATTEMPTS):
-        layers = [_forward(instance, case, axis, number, device) for number in range(NUM_LAYERS)]
+        layers = [_forward(instance, case, axis, number, device, guarantees) for number in range(NUM_LAYERS)]
         gradients = [_backward(layer, axis) for layer in reversed(layers)][::-1]
-        others = _square_experts(instance, case, axis, device)
+        others = _square_experts(instance, case, axis, device, guarantees)
         if more:
-            others += _square_experts(instance, case, axis, device, recomputes=True)
-            others += _without_gradients(instance, case, axis, device)
+            if guarantees.row_order == "contract":
+                others += _square_experts(instance, case, axis, device, guarantees, recomputes=True)
+            others += _without_gradients(instance, case, axis, device, guarantees)
         instance.check()
         grown = instance.grow()
         if grown is None:
@@ -167,17 +196,21 @@ def _batch_problems(instance: Dispatcher, case: Case, axis: Axis, device: Any, *
     problems = [
         f"layer {number}, rank {rank}: {problem}"
         for number, (layer, gradient) in enumerate(zip(layers, gradients, strict=True))
-        for problem in _layer_problems(layer, gradient, axis)
+        for problem in _layer_problems(layer, gradient, axis, guarantees)
     ]
     return [where + problem for problem in problems + [f"rank {rank}: {problem}" for problem in others]]
 
 
-def _refusal_problems(instance: Dispatcher, other: Dispatcher, case: Case, axis: Axis, device: Any) -> list[str]:
+def _refusal_problems(
+    instance: Dispatcher, other: Dispatcher, case: Case, axis: Axis, device: Any, guarantees: Guarantees
+) -> list[str]:
     """Return what is not refused; every rank gives the same wrong arguments, so none waits for another."""
-    # Spread evenly, so that buffers of the least size do.
-    ids_TK = (torch.arange(8, device=device) * instance.num_experts // 8).view(2, 4).t().contiguous()
-    weights_TK = torch.ones(4, 2, device=device)
-    x_TD = torch.ones(4, 8, device=device, requires_grad=True)
+    # As many tokens as the case has, for which this batch makes room. Spread evenly, so that the least room does.
+    num_tokens = max(case.num_tokens)
+    ids_N = torch.arange(2 * num_tokens, device=device) * instance.num_experts // (2 * num_tokens)
+    ids_TK = ids_N.view(2, num_tokens).t().contiguous()
+    weights_TK = torch.ones(num_tokens, 2, device=device)
+    x_TD = torch.ones(num_tokens, case.width, dtype=case.dtype, device=device, requires_grad=True)
     good = (x_TD, ids_TK, weights_TK)
     sent = instance.dispatch(*good)
     foreign = other.dispatch(*good)
@@ -190,32 +223,43 @@ def _refusal_problems(instance: Dispatcher, other: Dispatcher, case: Case, axis:
         "weights in float64": lambda: instance.dispatch(x_TD, ids_TK, weights_TK.double()),
         "weights of fewer choices": lambda: instance.dispatch(x_TD, ids_TK, weights_TK[:, :1]),
         "rows cut off from the graph": lambda: instance.combine(rows_RD.detach().clone(), sent.handle),
-        "one row too many": lambda: instance.combine(torch.cat([rows_RD, rows_RD.new_zeros(1, 8)]), sent.handle),
+        "one row too many": lambda: instance.combine(
+            torch.cat([rows_RD, rows_RD.new_zeros(1, case.width)]), sent.handle
+        ),
         "the handle of another dispatcher": lambda: instance.combine(foreign.rows_RD, foreign.handle),
     }
-    # Ids may be read on the CPU, where that is free; elsewhere `grow` tells.
-    if torch.device(device).type == "cpu":
-        wrong["an id that is no expert"] = lambda: instance.dispatch(x_TD, ids_TK + instance.num_experts, weights_TK)
-    problems = []
-    for what, call in wrong.items():
-        try:
-            call()
-        except ValueError:
-            continue
-        except Exception as error:
-            problems.append(f"{what}: raises {type(error).__name__} instead of ValueError: {error}")
-            continue
-        problems.append(f"{what}: not refused with a ValueError")
+    problems = [problem for what, call in wrong.items() for problem in _refusal(what, call)]
     # Refused calls do no harm: the first dispatch can still be combined.
     y_TD = instance.combine(rows_RD, sent.handle)
     (grad_x_TD,) = torch.autograd.grad(y_TD.sum(), x_TD)
     instance.grow()
+    ones_TKD = torch.ones(num_tokens, 2, case.width, dtype=case.dtype)
+    name = "after refused calls: gradient of the tokens"
+    problems += sums_difference(name, grad_x_TD, ones_TKD, ids_TK.cpu(), guarantees)
+    other.combine(foreign.rows_RD, foreign.handle)
     other.grow()
-    problems += _difference("after refused calls: gradient of the tokens", grad_x_TD, torch.full((4, 8), 2.0))
+
+    def outside() -> None:
+        # Where the host reads no ids, `grow` tells.
+        other.dispatch(x_TD, ids_TK + instance.num_experts, weights_TK)
+        other.grow()
+
+    problems += _refusal("an id that is no expert, in the dispatch or else in grow", outside)
     return [f"rank {axis.ranks[axis.index]}: {problem}" for problem in problems]
 
 
-def _forward(instance: Dispatcher, case: Case, axis: Axis, number: int, device: Any) -> _Layer:
+def _refusal(what: str, call: Callable[[], object]) -> list[str]:
+    """Return what is wrong with how ``call`` is refused, which has ``what`` as an argument."""
+    try:
+        call()
+    except ValueError:
+        return []
+    except Exception as error:
+        return [f"{what}: raises {type(error).__name__} instead of ValueError: {error}"]
+    return [f"{what}: not refused with a ValueError"]
+
+
+def _forward(instance: Dispatcher, case: Case, axis: Axis, number: int, device: Any, guarantees: Guarantees) -> _Layer:
     batch = [make_tokens(case, degree=axis.size, source=source, layer=number) for source in range(axis.size)]
     layout = reference_layout(
         [tokens.ids_TK.tolist() for tokens in batch],
@@ -241,7 +285,9 @@ def _forward(instance: Dispatcher, case: Case, axis: Axis, number: int, device: 
         dispatched.row_weights_R.detach().clone(),
         dispatched.offsets_e.clone(),
     )
-    rows_RD = _fill(dispatched.rows_RD, layout, [tokens.pair_rows_TKD for tokens in batch]).requires_grad_()
+    places = row_places(layout, [tokens.weights_TK for tokens in batch], sent[1].cpu(), guarantees)
+    pair_rows = [tokens.pair_rows_TKD for tokens in batch]
+    rows_RD = _fill(dispatched.rows_RD, layout, places, pair_rows).requires_grad_()
     if in_parts:
         y_TD = instance.combine_finish(instance.combine_start(rows_RD, dispatched.handle))
     else:
@@ -249,6 +295,7 @@ def _forward(instance: Dispatcher, case: Case, axis: Axis, number: int, device: 
     return _Layer(
         batch=batch,
         layout=layout,
+        places=places,
         x_TD=x_TD,
         weights_TK=weights_TK,
         ids_TK=ids_TK,
@@ -266,15 +313,16 @@ def _backward(layer: _Layer, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
     # It may lie in a buffer that the next exchange uses again.
     grad_rows_RD = grad_rows_RD.clone()
     rows_RD, row_weights_R = layer.dispatched.rows_RD, layer.dispatched.row_weights_R
-    given_RD = _fill(rows_RD, layer.layout, [tokens.pair_rows_TKD for tokens in layer.batch])
-    given_R = _fill(row_weights_R, layer.layout, [tokens.pair_weights_TK for tokens in layer.batch])
+    where = layer.layout, layer.places
+    given_RD = _fill(rows_RD, *where, [tokens.pair_rows_TKD for tokens in layer.batch])
+    given_R = _fill(row_weights_R, *where, [tokens.pair_weights_TK for tokens in layer.batch])
     loss = (rows_RD * given_RD).sum() + (row_weights_R * given_R).sum()
     grad_x_TD, grad_weights_TK = torch.autograd.grad(loss, (layer.x_TD, layer.weights_TK))
     return grad_rows_RD, grad_x_TD, grad_weights_TK
 
 
 def _square_experts(
-    instance: Dispatcher, case: Case, axis: Axis, device: Any, *, recomputes: bool = False
+    instance: Dispatcher, case: Case, axis: Axis, device: Any, guarantees: Guarantees, *, recomputes: bool = False
 ) -> list[str]:
     """Run two layers whose experts square their rows, and return what is wrong with the gradients of the tokens."""
 
@@ -305,13 +353,18 @@ def _square_experts(
         x_TKD = own.x_TD.unsqueeze(1).repeat(1, own.ids_TK.shape[1], 1).requires_grad_()
         upstream_TKD = own.grad_y_TD.unsqueeze(1).expand_as(x_TKD)
         (expected_TKD,) = torch.autograd.grad(((x_TKD * x_TKD) * upstream_TKD).sum(), x_TKD)
-        expected_TD = reference_combine(expected_TKD, own.ids_TK)
-        how = "recomputed" if recomputes else "saved"
-        problems += _difference(f"layer {number}: gradient of the tokens through {how} rows", grad_x_TD, expected_TD)
+        name = f"layer {number}: gradient of the tokens through {'recomputed' if recomputes else 'saved'} rows"
+        error_TKD = None
+        if guarantees.row_error:
+            off_TK1 = 2 * guarantees.row_error * largest_value(own.x_TD).unsqueeze(1)
+            # Each of two products is rounded to the dtype of the rows, and so is that of the rows as they came.
+            twice = 4 * torch.finfo(case.dtype).eps
+            error_TKD = (off_TK1 * upstream_TKD.double().abs()) * (1 + twice) + expected_TKD.double().abs() * twice
+        problems += sums_difference(name, grad_x_TD, expected_TKD, own.ids_TK, guarantees, error_TKD)
     return problems
 
 
-def _without_gradients(instance: Dispatcher, case: Case, axis: Axis, device: Any) -> list[str]:
+def _without_gradients(instance: Dispatcher, case: Case, axis: Axis, device: Any, guarantees: Guarantees) -> list[str]:
     """Run one layer without gradients, whose experts give their rows column by column in memory."""
     own = make_tokens(case, degree=axis.size, source=axis.index)
     weights_TK = own.weights_TK.to(device).requires_grad_()
@@ -320,56 +373,50 @@ def _without_gradients(instance: Dispatcher, case: Case, axis: Axis, device: Any
         rows_RD = dispatched.rows_RD.t().contiguous().t()
         y_TD = instance.combine(rows_RD, dispatched.handle)
     x_TKD = own.x_TD.unsqueeze(1).expand(-1, own.ids_TK.shape[1], -1)
-    return _difference("y_TD without gradients", y_TD, reference_combine(x_TKD, own.ids_TK))
+    error_TKD = None
+    if guarantees.row_error:
+        error_TKD = (guarantees.row_error * largest_value(own.x_TD)).unsqueeze(1).expand(x_TKD.shape)
+    return sums_difference("y_TD without gradients", y_TD, x_TKD, own.ids_TK, guarantees, error_TKD)
 
 
-def _fill(like_R: Tensor, layout: Layout, values: list[Tensor]) -> Tensor:
+def _fill(like_R: Tensor, layout: Layout, places: Tensor, values: list[Tensor]) -> Tensor:
     # Padding and rows past the end hold NaN: a back-end that reads them shows it.
     filled = torch.full_like(like_R, torch.nan, requires_grad=False)
-    rows = reference_rows(layout, values, padding=torch.nan)[: filled.shape[0]]
-    filled[: rows.shape[0]] = rows.to(filled)
+    rows = reference_rows(layout, values, padding=torch.nan)[: len(places)]
+    filled[places.to(filled.device)] = rows.to(filled)
     return filled
 
 
-def _layer_problems(layer: _Layer, gradients: tuple[Tensor, Tensor, Tensor], axis: Axis) -> list[str]:
+def _layer_problems(
+    layer: _Layer, gradients: tuple[Tensor, Tensor, Tensor], axis: Axis, guarantees: Guarantees
+) -> list[str]:
     own, layout = layer.batch[axis.index], layer.layout
     rows_RD, row_weights_R, offsets_e = layer.sent
     grad_rows_RD, grad_x_TD, grad_weights_TK = gradients
-    used = len(layout.pairs_R)
     choices = own.ids_TK.shape[1]
 
     def by_pair(name: str) -> list[Tensor]:
         return [getattr(tokens, name).unsqueeze(1).expand(-1, choices, -1) for tokens in layer.batch]
 
+    def in_order(rows_R: Tensor) -> Tensor:
+        return rows_R.detach().cpu()[layer.places]
+
     routed_TK = own.ids_TK >= 0
-    given = {
+    exact = {
         "x_TD after the dispatch": (layer.x_TD, own.x_TD),
         "ids_TK after the dispatch": (layer.ids_TK, own.ids_TK),
         "weights_TK after the dispatch": (layer.weights_TK, own.weights_TK),
-    }
-    expected = {
-        **given,
         "offsets_e": (offsets_e, torch.tensor(layout.offsets_e, dtype=torch.int32)),
-        "rows_RD": (rows_RD[:used], reference_rows(layout, by_pair("x_TD"))),
         "row_weights_R": (
-            row_weights_R[:used],
+            in_order(row_weights_R),
             reference_rows(layout, [tokens.weights_TK for tokens in layer.batch]),
         ),
-        "y_TD": (layer.y_TD, reference_combine(own.pair_rows_TKD, own.ids_TK)),
-        "gradient of the rows": (grad_rows_RD[:used], reference_rows(layout, by_pair("grad_y_TD"))),
-        "gradient of the tokens": (grad_x_TD, reference_combine(own.pair_rows_TKD, own.ids_TK)),
+        "gradient of the rows": (in_order(grad_rows_RD), reference_rows(layout, by_pair("grad_y_TD"))),
         "gradient of the weights": (grad_weights_TK, own.pair_weights_TK.where(routed_TK, torch.zeros(()))),
     }
-    return [problem for name, pair in expected.items() for problem in _difference(name, *pair)]
-
-
-def _difference(name: str, got: Tensor, expected: Tensor) -> list[str]:
-    got = got.detach().cpu()
-    if got.shape != expected.shape or got.dtype != expected.dtype:
-        return [
-            f"{name} is {got.dtype} of shape {tuple(got.shape)}, expected {expected.dtype} of {tuple(expected.shape)}"
-        ]
-    if torch.equal(got, expected):
-        return []
-    first = tuple((~(got == expected)).nonzero()[0].tolist())
-    return [f"{name} is wrong first at {first}: {got[first].item()}, expected {expected[first].item()}"]
+    found = [problem for name, pair in exact.items() for problem in difference(name, *pair)]
+    expected_RD = reference_rows(layout, by_pair("x_TD"))
+    found += rows_difference("rows_RD", in_order(rows_RD), expected_RD, guarantees.row_error)
+    for name, got_TD in (("y_TD", layer.y_TD), ("gradient of the tokens", grad_x_TD)):
+        found += sums_difference(name, got_TD, own.pair_rows_TKD, own.ids_TK, guarantees)
+    return found

@@ -1,4 +1,4 @@
-"""The command ``python -m coterie_parallel.conformance NAME --ranks 4``: does a dispatcher keep the contract?"""
+"""The command ``python -m coterie_parallel.conformance NAME --ranks 4``: does a dispatcher keep what it declares?"""
 
 import argparse
 import time
@@ -10,17 +10,19 @@ from typing import Any
 from coterie_parallel.axis import Axis
 from coterie_parallel.conformance.cases import CASES
 from coterie_parallel.conformance.checks import guarded_case_problems
-from coterie_parallel.dispatch import Dispatcher, DispatchOptions, dispatcher_class, known_dispatchers
+from coterie_parallel.conformance.fitting import claims, fit_case
+from coterie_parallel.dispatch import DeepEPOptions, Dispatcher, DispatchOptions, dispatcher_class, known_dispatchers
 from coterie_parallel.local_ranks import run_on_local_ranks
 
 __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the suite on CPU ranks, print a line for each case, and return 1 if one of them failed."""
+    """Run the suite on CPU ranks, print what is claimed and a line for each case, and return 1 if one failed."""
     parser = argparse.ArgumentParser(
         prog="python -m coterie_parallel.conformance",
-        description="Check a dispatcher on batches with known answers: rows, order, sums and every gradient.",
+        description="Check a dispatcher on batches with known answers: rows, order, sums and every gradient. What it "
+        "declares to be weaker than the contract is held to what it declares.",
         epilog=f"known dispatchers: {', '.join(known_dispatchers())}; packages register more by entry point",
     )
     parser.add_argument("name", metavar="NAME", help="name of the dispatcher, or module:Class")
@@ -40,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="a field of DispatchOptions, for example overflow=exact or saved_rows=lease; may be repeated",
+        help="a field of DispatchOptions, for example overflow=exact or deep_ep.payload=fp8; may be repeated",
     )
     options = parser.parse_args(arguments)
     if options.ranks < 1:
@@ -57,7 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if reason is not None:
         parser.error(reason)
     names = options.case or [case.name for case in CASES]
-    print(f"dispatcher {options.name!r} on {options.ranks} ranks, {len(names)} cases", flush=True)
+    if all(fit_case(dispatcher, case, "cpu", wishes) is None for case in CASES if case.name in names):
+        parser.error(
+            f"dispatcher {options.name!r} takes no tokens on a CPU, and these ranks have no other device; on every GPU "
+            "rank of an expert axis call coterie_parallel.conformance.conformance_problems(NAME, axis, device)"
+        )
+    print(f"dispatcher {options.name!r} on {options.ranks} ranks, {len(names)} cases; it claims", flush=True)
+    for claim in claims(dispatcher, "cpu", wishes):
+        print(f"  - {claim}", flush=True)
     start_s = time.perf_counter()
     by_rank = run_on_local_ranks(_problems, options.ranks, options.name, names, wishes, timeout_s=options.timeout_s)
     failed = 0
@@ -77,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if len(problems) > 4:
             print(f"       and {len(problems) - 4} more")
     took_s = time.perf_counter() - start_s
-    print(f"{len(names) - failed} of {len(names)} cases right, in {took_s:.1f} s")
+    print(f"{len(names) - failed} of {len(names)} cases right by these claims, in {took_s:.1f} s")
     return 1 if failed else 0
 
 
@@ -95,17 +104,24 @@ def _dispatcher(name: str) -> type[Dispatcher]:
 def _wishes(settings: Sequence[str]) -> DispatchOptions | None:
     """Return the options of all KEY=VALUE, or None without any."""
     known = {field.name: getattr(DispatchOptions(), field.name) for field in fields(DispatchOptions)}
+    del known["deep_ep"]
+    known |= {f"deep_ep.{field.name}": getattr(DeepEPOptions(), field.name) for field in fields(DeepEPOptions)}
+    known["deep_ep.max_tokens"] = 0  # None by default, and a number for who gives it
     chosen: dict[str, Any] = {}
+    of_deep_ep: dict[str, Any] = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals or key not in known:
             raise ValueError(f"--option ({setting!r}) must be KEY=VALUE with one of the keys {', '.join(known)}")
+        table, name = (of_deep_ep, key.partition(".")[2]) if "." in key else (chosen, key)
         if isinstance(known[key], bool):
             if value not in ("true", "false"):
                 raise ValueError(f"--option ({setting!r}) must have the value true or false")
-            chosen[key] = value == "true"
+            table[name] = value == "true"
         else:
-            chosen[key] = type(known[key])(value)
+            table[name] = type(known[key])(value)
+    if of_deep_ep:
+        chosen["deep_ep"] = DeepEPOptions(**of_deep_ep)
     return DispatchOptions(**chosen) if chosen else None
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from coterie_parallel.axis import Axis
-from coterie_parallel.dispatch.options import DispatchOptions
+from coterie_parallel.dispatch.guarantees import Guarantees
+from coterie_parallel.dispatch.options import DispatchOptions, misplaced_problems
 
 __all__ = ["Dispatched", "Dispatcher"]
 
@@ -90,7 +91,30 @@ class Dispatcher(ABC):
     @classmethod
     def option_problems(cls, options: DispatchOptions, *, top_k: int | None = None) -> list[str]:
         """Return what keeps this back-end from doing what ``options`` ask for; ``top_k`` where it is known."""
-        return options.problems(top_k)
+        return options.problems(top_k) + misplaced_problems(options)
+
+    @classmethod
+    def guarantees(cls, options: DispatchOptions) -> Guarantees:
+        """Return what this back-end promises with ``options``; one that keeps all of the contract inherits this.
+
+        The conformance suite holds a back-end to what it declares here.
+        """
+        return Guarantees()
+
+    @classmethod
+    def token_problems(
+        cls, options: DispatchOptions, *, width: int, num_choices: int, dtype: torch.dtype, device: str | None = None
+    ) -> list[str]:
+        """Return why tokens of this kind can not be sent, to ask before any is there; ``device`` None where not known.
+
+        Args:
+            options: of the dispatcher; without faults.
+            width: columns of the tokens.
+            num_choices: K.
+            dtype: of the tokens.
+            device: type of the device where the tokens would be.
+        """
+        return []
 
     @abstractmethod
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:

@@ -8,8 +8,8 @@ from typing import Any
 from coterie_parallel.axis import Axis
 from coterie_parallel.dispatch.deep_ep.expanded import ExpandedTransport
 from coterie_parallel.dispatch.deep_ep.folded import ElasticFoldedTransport, LegacyTransport
-from coterie_parallel.dispatch.deep_ep.options import DeepEPOptions
 from coterie_parallel.dispatch.deep_ep.transport import Transport
+from coterie_parallel.dispatch.deep_ep_options import DeepEPOptions
 
 __all__ = ["delivers_expanded", "make_transport"]
 

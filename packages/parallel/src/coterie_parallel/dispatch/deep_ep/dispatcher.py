@@ -11,11 +11,12 @@ from coterie_parallel.collectives import all_gather_objects, all_reduce_max
 from coterie_parallel.dispatch.base import Dispatched, Dispatcher
 from coterie_parallel.dispatch.deep_ep.buffers import delivers_expanded, make_transport
 from coterie_parallel.dispatch.deep_ep.limits import batch_problems, layout_problems
-from coterie_parallel.dispatch.deep_ep.options import DeepEPOptions
 from coterie_parallel.dispatch.deep_ep.package import find_package, pick_surface
 from coterie_parallel.dispatch.deep_ep.transport import Transport
 from coterie_parallel.dispatch.deep_ep.trip import Trip, collect_finish, collect_start, send_finish, send_start
+from coterie_parallel.dispatch.deep_ep_options import SURFACES, DeepEPOptions
 from coterie_parallel.dispatch.eager import runs_eagerly
+from coterie_parallel.dispatch.guarantees import Guarantees
 from coterie_parallel.dispatch.options import DispatchOptions
 from coterie_parallel.dispatch.route import check_handle, check_rows, takes_backward
 
@@ -25,14 +26,16 @@ __all__ = ["DeepEPDispatcher"]
 class DeepEPDispatcher(Dispatcher):
     """Moves rows with DeepEP: EPBuffer of V2.5, ElasticBuffer of V2.0 and V2.1, or Buffer of V1.
 
-    What is promised, and what is not:
-        rows_RD: ordered by local expert. Inside an expert the rows come in any order, and in another one in every run,
-            unless ``deterministic``, with which V2.1 and V2.5 give the order of the contract (source, token). Padding
-            is zero with weight zero. Values arrive unchanged, with ``payload="fp8"`` rounded.
+    What is promised, and what is not (`guarantees` says it to programs):
+        rows_RD: ordered by local expert. Inside an expert the rows come in any order, and in another one at every
+            dispatch, unless ``deterministic``, with which V2.1 and V2.5 give the order of the contract (source, token).
+            So without it nothing may send the rows a second time, as a recomputed forward pass does. Padding is zero
+            with weight zero. Values arrive unchanged, with ``payload="fp8"`` rounded.
         row_weights_R and their gradient: unchanged.
         y_TD and the gradient of the tokens: DeepEP adds the rows of a token that lie on one rank, rounds to bf16, adds
             these sums over the ranks and rounds again. That is off the exact sum by at most 2^-7 of the sum of the
-            rows' absolute values (twice the rounding of bf16), where the contract allows half of it.
+            rows' absolute values (twice the rounding of bf16), where the contract allows half of it. Over several nodes
+            the sums of the ranks of a node are rounded too, before they travel: three times the rounding of bf16.
 
     ``overflow="grow"``, the default, reads nothing on the host: buffers have room for the worst case, so rows always
     fit. ``"exact"`` reads the counts and agrees on the batch size in every dispatch. Tokens must be bf16 on a GPU.
@@ -48,37 +51,24 @@ class DeepEPDispatcher(Dispatcher):
         num_experts: see `Dispatcher`.
         axis: see `Dispatcher`; it needs a process group also for one rank.
         alignment: see `Dispatcher`.
-        options: see `DispatchOptions`; "drop" and the ways to save rows do not exist here.
-        deep_ep: see `DeepEPOptions`.
+        options: see `DispatchOptions`, and `DeepEPOptions` for its ``deep_ep``; "drop" and the ways to save rows do not
+            exist here.
 
     Raises:
         ValueError: if DeepEP can not be used here or not so, with the reason and what to do.
     """
 
-    row_order = "any"
-    """Rows of one expert are to be compared as a set; of an instance with a fixed order it is "contract"."""
-
     device_type = "cuda"
     """Where tokens must be."""
 
     def __init__(
-        self,
-        *,
-        num_experts: int,
-        axis: Axis,
-        alignment: int = 1,
-        options: DispatchOptions | None = None,
-        deep_ep: DeepEPOptions | None = None,
+        self, *, num_experts: int, axis: Axis, alignment: int = 1, options: DispatchOptions | None = None
     ) -> None:
         super().__init__(num_experts=num_experts, axis=axis, alignment=alignment, options=options)
-        self.deep_ep = DeepEPOptions() if deep_ep is None else deep_ep
-        problems = self.option_problems(self.options) + self.deep_ep.problems()
-        if problems:
-            raise ValueError("\n".join(problems))
+        self.deep_ep = _settings(self.options)
         self._module = _package()
         self.surface = pick_surface(self._module, self.deep_ep.surface)
-        problems = _setting_problems(self._module, self.surface, self.deep_ep)
-        problems += layout_problems(
+        problems = layout_problems(
             self.surface, num_experts=num_experts, expert_degree=axis.size, read_counts=self._reads_counts
         )
         if axis.group is None:
@@ -88,8 +78,6 @@ class DeepEPDispatcher(Dispatcher):
             )
         if problems:
             raise ValueError("\n".join(problems))
-        if self.deep_ep.deterministic and delivers_expanded(self._module, self.surface):
-            self.row_order = "contract"
         self._transport: Transport | None = None
         self._sizes = (0, 0, 0)
         self._largest_batch = 0
@@ -110,7 +98,7 @@ class DeepEPDispatcher(Dispatcher):
 
     @classmethod
     def option_problems(cls, options: DispatchOptions, *, top_k: int | None = None) -> list[str]:
-        """Refuse settings of buffers that DeepEP does not have."""
+        """Refuse settings of buffers that DeepEP does not have, and of DeepEP what the installed one does not have."""
         found, defaults = options.problems(top_k), DispatchOptions()
         if options.overflow == "drop":
             found.append(
@@ -126,7 +114,42 @@ class DeepEPDispatcher(Dispatcher):
                 f'capacity_factor ({options.capacity_factor}) does nothing with dispatcher "deep_ep", whose buffers '
                 "have room for the worst case; leave it out"
             )
+        module, settings = find_package(), _settings(options)
+        if not isinstance(module, str) and not settings.problems():
+            found += [f"deep_ep.{problem}" for problem in _setting_problems(module, settings)]
         return found
+
+    @classmethod
+    def guarantees(cls, options: DispatchOptions) -> Guarantees:
+        """Declare what DeepEP rounds and what it leaves open."""
+        settings = _settings(options)
+        return Guarantees(
+            row_order="contract" if settings.deterministic else "any",
+            # The largest value of a block becomes 448, where float8_e4m3fn has steps of 32: by 16 / 448 of it, and by
+            # 2^-8 in bf16, a value is off at most. Together that is below 2^-4.
+            row_error=2**-4 if settings.payload == "fp8" else 0.0,
+            # Of a rank, of a node and of all: nothing tells here whether there are several nodes.
+            sum_roundings=3,
+            sizes="first",
+        )
+
+    @classmethod
+    def token_problems(
+        cls, options: DispatchOptions, *, width: int, num_choices: int, dtype: torch.dtype, device: str | None = None
+    ) -> list[str]:
+        """Refuse what DeepEP, or the class of it that ``options`` name, can not send."""
+        module, settings = find_package(), _settings(options)
+        surface: str = settings.surface
+        if surface == "auto":
+            surface = SURFACES[0] if isinstance(module, str) else pick_surface(module, surface)
+        return batch_problems(
+            surface,
+            width=width,
+            num_choices=num_choices,
+            dtype=dtype,
+            device=cls.device_type if device is None else device,
+            needed_device=cls.device_type,
+        )
 
     @runs_eagerly
     def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
@@ -279,8 +302,7 @@ class DeepEPDispatcher(Dispatcher):
         if num_tokens > self._sizes[0]:
             raise ValueError(
                 f"a batch of {num_tokens} tokens on rank {self.axis.ranks[index]} is larger than the {self._sizes[0]} "
-                f"for which the buffers of DeepEP were sized once; set max_tokens of DeepEPOptions to {num_tokens} or "
-                "more"
+                f"for which the buffers of DeepEP were sized once; set deep_ep.max_tokens to {num_tokens} or more"
             )
 
 
@@ -291,15 +313,25 @@ def _package() -> ModuleType:
     return found
 
 
-def _setting_problems(module: ModuleType, surface: str, options: DeepEPOptions) -> list[str]:
+def _settings(options: DispatchOptions) -> DeepEPOptions:
+    return DeepEPOptions() if options.deep_ep is None else options.deep_ep
+
+
+def _setting_problems(module: ModuleType, options: DeepEPOptions) -> list[str]:
+    """Return which settings the class of ``module`` that they name does not have."""
+    try:
+        surface = pick_surface(module, options.surface)
+    except ValueError as error:
+        return [str(error)]
     found = []
     if surface == "Buffer":
         if options.deterministic:
             found.append(
-                "deterministic (True) does not exist with Buffer of DeepEP V1; use a DeepEP with ElasticBuffer"
+                "deterministic (True) does not exist with Buffer of DeepEP V1; leave it out, or use a DeepEP with "
+                "ElasticBuffer"
             )
         if options.num_sms:
-            found.append(f"num_sms ({options.num_sms}) is no argument of Buffer of DeepEP V1; set it to 0")
+            found.append(f"num_sms ({options.num_sms}) is no argument of Buffer of DeepEP V1; leave it out")
     elif options.deterministic and not delivers_expanded(module, surface):
-        found.append("deterministic (True) needs DeepEP 2.1 or newer; set it to False")
+        found.append("deterministic (True) needs DeepEP 2.1 or newer; leave it out")
     return found

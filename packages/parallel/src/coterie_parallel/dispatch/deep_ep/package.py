@@ -3,10 +3,9 @@
 from importlib import import_module
 from types import ModuleType
 
-__all__ = ["SURFACES", "find_package", "pick_surface"]
+from coterie_parallel.dispatch.deep_ep_options import SURFACES
 
-SURFACES = ("EPBuffer", "ElasticBuffer", "Buffer")
-"""The classes of DeepEP that this package can drive, the newest first: V2.5, V2.0 and V2.1, V1."""
+__all__ = ["find_package", "pick_surface"]
 
 _ADVICE = (
     "Install it with `pip install sgl-deep-ep`, which brings the module deep_ep built for one torch and one CUDA; the "

@@ -1,18 +1,22 @@
-"""What can be chosen about DeepEP beside what every dispatcher has."""
+"""What can be chosen about DeepEP; apart from its dispatcher, so that a config need not import that."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from coterie_parallel.dispatch.deep_ep.package import SURFACES
+__all__ = ["SURFACES", "DeepEPOptions", "Payload", "Surface"]
 
-__all__ = ["DeepEPOptions"]
+Surface = Literal["auto", "EPBuffer", "ElasticBuffer", "Buffer"]
+Payload = Literal["bf16", "fp8"]
+
+SURFACES = ("EPBuffer", "ElasticBuffer", "Buffer")
+"""The classes of DeepEP that this package can drive, the newest first: V2.5, V2.0 and V2.1, V1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeepEPOptions:
-    """Options of `DeepEPDispatcher`.
+    """Options of the dispatcher "deep_ep" beside those that every dispatcher has.
 
-    Args:
+    Attributes:
         surface: the class of DeepEP to use; "auto" takes the newest that is installed.
         max_tokens: most tokens of any rank in any batch, for which the buffers are sized once; None takes the largest
             batch of the axis at the first dispatch.
@@ -24,9 +28,9 @@ class DeepEPOptions:
         num_sms: streaming multiprocessors for communication, even; 0 leaves the choice to DeepEP.
     """
 
-    surface: str = "auto"
+    surface: Surface = "auto"
     max_tokens: int | None = None
-    payload: Literal["bf16", "fp8"] = "bf16"
+    payload: Payload = "bf16"
     deterministic: bool = False
     hybrid: bool = True
     num_sms: int = 0
@@ -37,7 +41,9 @@ class DeepEPOptions:
         if self.surface not in ("auto", *SURFACES):
             found.append(f"surface ({self.surface!r}) must be one of {', '.join(('auto', *SURFACES))}")
         if self.max_tokens is not None and self.max_tokens < 1:
-            found.append(f"max_tokens ({self.max_tokens}) must be at least 1, or None for the first batch's largest")
+            found.append(
+                f"max_tokens ({self.max_tokens}) must be at least 1; leave it out for the first batch's largest"
+            )
         if self.payload not in ("bf16", "fp8"):
             found.append(f"payload ({self.payload!r}) must be 'bf16' or 'fp8'")
         if self.num_sms < 0 or self.num_sms % 2:
