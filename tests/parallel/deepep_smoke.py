@@ -2,13 +2,13 @@
 
     python3 tests/parallel/deepep_smoke.py [--parts v1x2 v2x1 v2x2] [--timeout-s 200] [--json FILE] [--commit HASH]
 
-Parts run at the same time, each in processes of its own on the first GPU, over gloo groups: v1x2 is Buffer of V1 with
+Parts run at the same time, each in processes of its own over gloo groups: v1x2 is Buffer of V1 with
 two processes, v2x1 and v2x2 are EPBuffer or ElasticBuffer with one and two. V2 compiles its kernels at first use, for
 which it needs nvcc (CUDA_HOME) and the headers of NCCL; two of its processes on one GPU need
 NCCL_MULTI_RANK_GPU_ENABLE=1 and EP_DISABLE_GIN=1, which this script sets for that part, and NCCL 2.30.4 or newer loaded
 before the one of torch, for example with LD_PRELOAD. The extension must be built for the torch that runs this.
 
-State: run over the stand-in of tests/parallel/fake_deep_ep.py only; no part has been run on a GPU with this adapter.
+Ranks take GPUs in turn. State: v2x1 and v2x2 were right with DeepEP 2.1.0 on one H200, v2x2 on two; v1x2 has not run.
 """
 
 import argparse

@@ -23,6 +23,7 @@ from coterie_parallel import (  # noqa: E402
     make_plan,
     optimizer_memory,
 )
+from support.bounds import broken_bounds  # noqa: E402
 from support.device_timing import about, copy_bandwidth_gbps, median_us, write_json  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
@@ -182,6 +183,7 @@ def time_steps(copy_gbps: float) -> list[Row]:
         torch._foreach_copy_([one.detach() for one in named.values()], [one.detach() for one in main])
 
     add("torch: zero, clip_grad_norm_, fused AdamW, copy to bf16", torch_step, None)
+    rows[-1]["over_ours"] = float(str(rows[-1]["ms"])) / float(str(rows[0]["ms"]))
     return rows
 
 
@@ -201,6 +203,8 @@ def main() -> None:
     rows = [*memory, *time_steps(float(str(where["copy_gbps"])))]
     if options.json:
         write_json(options.json, where, rows)
+    if broken := broken_bounds(rows, Path(__file__).with_name("speed-1xh200.toml")):
+        raise SystemExit("\n".join(broken))
 
 
 if __name__ == "__main__":

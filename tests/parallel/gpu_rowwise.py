@@ -24,6 +24,7 @@ from coterie_parallel.dispatch.rowwise.peers.base import PeerTensor  # noqa: E40
 from coterie_parallel.dispatch.rowwise.peers.virtual import virtual_peers  # noqa: E402
 from coterie_parallel.dispatch.rowwise.placement import RowPlan, count_pairs, place_rows  # noqa: E402
 from coterie_parallel.dispatch.rowwise.rows import clear_padding, get_rows, put_rows  # noqa: E402
+from support.bounds import broken_bounds  # noqa: E402
 from support.device_timing import about, copy_bandwidth_gbps, median_us, write_json  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -412,6 +413,8 @@ def main() -> None:
         torch.cuda.empty_cache()
     if options.json:
         write_json(options.json, where, rows)
+    if broken := broken_bounds(rows, Path(__file__).with_name("speed-1xh200.toml")):
+        raise SystemExit("\n".join(broken))
 
 
 if __name__ == "__main__":

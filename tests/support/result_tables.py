@@ -45,6 +45,8 @@ def _table(file: Path, path: str, pattern: str, columns: str) -> str:
 def _cell(key: str, value: float | str | None) -> str:
     if value is None or isinstance(value, str):
         return value or "-"
+    if isinstance(value, int):
+        return f"{value:,}"
     if key.endswith("_us"):
         return f"{value:,.0f} us"
     return f"{value:.2f}" if abs(value) < 100 else f"{value:,.0f}"

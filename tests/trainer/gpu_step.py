@@ -48,6 +48,8 @@ _OF_MODULES = {
     FeedForward: "shared and dense feed-forward",
     nn.Embedding: "embedding",
 }
+# Kernels that are launched outside of any operation of torch, which is what a part is known by.
+_LAUNCHED_ALONE = {"_update": "optimizer", "_squares": "optimizer"}
 _BACKWARD_FUNCTION = 1
 _NAME_WIDTH, _MOST_KERNELS = 100, 25
 _ENGINE = "autograd::engine::evaluate_function"
@@ -98,10 +100,13 @@ def table(events: list[FunctionEvent], device: str) -> dict[str, float]:
     for event in events:
         if device == "cuda":
             if event.device_type == torch.autograd.DeviceType.CUDA:
-                total += event.time_range.elapsed_us() if _is_kernel(event) else 0.0
+                own_us = event.time_range.elapsed_us() if _is_kernel(event) else 0.0
+                total += own_us
+                if event.name in _LAUNCHED_ALONE:
+                    spent[_LAUNCHED_ALONE[event.name]] += own_us
                 continue
-            # A named part has the kernels that nothing of torch launched, and itself once more as a kernel.
-            own_us = sum(kernel.duration for kernel in event.kernels if not kernel.name.startswith(_PART))
+            # A named part holds the kernels of the operations inside as well.
+            own_us = 0.0 if event.name.startswith(_PART) else sum(kernel.duration for kernel in event.kernels)
         else:
             own_us = event.self_cpu_time_total
             total += own_us
@@ -220,6 +225,7 @@ def measure(case: Case, setup: Setup, options: argparse.Namespace) -> dict[str, 
     row |= {"step_ms": step_ms, "tokens_per_s": tokens_per_s}
     row["model_tflops"] = tokens_per_s * case.model_flops_per_token() / 1e12
     if case.olmo_core:
+        row["olmo_core_tokens_per_s"] = case.olmo_core
         row["over_olmo_core"] = tokens_per_s / case.olmo_core
     if setup.device == "cuda":
         row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
