@@ -10,7 +10,7 @@ import triton
 from coterie_experts.grouped_swiglu.triton_backward import _segment
 from coterie_experts.grouped_swiglu.triton_layout import PaddedLayout
 from coterie_experts.grouped_swiglu.triton_tiles import Tile, place_of_tile
-from specialised_products import descriptor, next_stage
+from specialised_products import ENDED, descriptor, mark, next_stage, stage_before
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -46,7 +46,7 @@ def _gather_operands(
     STAGES: gl.constexpr,
 ):
     gathered_buffer, rows_buffer, _ = buffers
-    ready, empty = barriers
+    ready, empty, trace_ptr = barriers
     num_experts, num_padded, row_tiles, column_tiles = sizes
     tiles_of_expert = row_tiles * column_tiles
     # Eight threads copy 128 bytes of a row.
@@ -74,6 +74,7 @@ def _gather_operands(
             is_last = step + 1 == num_steps
             next_row = gl.where(is_last, start, row + DEPTH)
             next_source = gl.load(counted_ptr + next_row + steps, mask=(count > 0) | (step + 1 < num_steps), other=-1)
+            mark(trace_ptr, 2, tile, step)
             mbarrier.wait(empty.index(stage), phase ^ 1)
             bar = ready.index(stage)
             mbarrier.expect(bar, rows_desc.block_type.nbytes)
@@ -86,6 +87,7 @@ def _gather_operands(
             async_copy.mbarrier_arrive(bar, increment_count=False)
             row += DEPTH
             stage, phase = next_stage(stage, phase, STAGES)
+    mark(trace_ptr, 2, 0, ENDED)
 
 
 @gluon.jit
@@ -102,9 +104,10 @@ def _multiply_half(
     BAND: gl.constexpr,
     TRANSPOSED: gl.constexpr,
     STAGES: gl.constexpr,
+    FENCED: gl.constexpr,
 ):
     gathered_buffer, rows_buffer, out_buffer = buffers
-    ready, empty = barriers
+    ready, empty, trace_ptr = barriers
     num_experts, _, row_tiles, column_tiles = sizes
     tiles_of_expert = row_tiles * column_tiles
     accumulators: gl.constexpr = gl.NVMMADistributedLayout(
@@ -119,20 +122,20 @@ def _multiply_half(
         expert, _, count = _segment_of(segments_ptr, tile // tiles_of_expert, num_experts)
         row_tile, column_tile = _place_of_tile(tile % tiles_of_expert, row_tiles, column_tiles, BAND)
         total = gl.zeros((HALF, COLUMNS), gl.float32, accumulators)
-        previous = stage
         for step in range(gl.maximum(gl.cdiv(count, DEPTH), 1)):
+            mark(trace_ptr, SIDE, tile, step)
             mbarrier.wait(ready.index(stage), phase)
-            # The rows were copied by threads, and are read as the copy engine reads.
-            fence_async_shared()
+            if FENCED:
+                # The rows were copied by threads, and are read as the copy engine reads.
+                fence_async_shared()
             left = gathered_buffer.index(2 * stage + SIDE).permute((1, 0))
             total = warpgroup_mma(left, rows_buffer.index(stage), total, is_async=True)
             # All but this product have ended, so that the stage before this one may be filled again.
             total = warpgroup_mma_wait(1, deps=(total,))
-            mbarrier.arrive(empty.index(previous), count=1, pred=step > 0)
-            previous = stage
+            mbarrier.arrive(empty.index(stage_before(stage, STAGES)), count=1, pred=step > 0)
             stage, phase = next_stage(stage, phase, STAGES)
         total = warpgroup_mma_wait(0, deps=(total,))
-        mbarrier.arrive(empty.index(previous), count=1)
+        mbarrier.arrive(empty.index(stage_before(stage, STAGES)), count=1)
         row = row_tile * 2 * HALF + SIDE * HALF
         parts = total.reshape(HALF, 2, WIDTH).permute(0, 2, 1).split()
         for part in gl.static_range(2):
@@ -149,9 +152,10 @@ def _multiply_half(
                 fence_async_shared()
                 tma.async_copy_shared_to_global(out_desc, [expert, row, column], out)
     tma.store_wait(pendings=0)
+    mark(trace_ptr, SIDE, 0, ENDED)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["gathered_stride", "num_experts", "num_padded", "row_tiles", "column_tiles"])
 def grad_of_weights_specialised(
     gathered_ptr,
     gathered_stride,
@@ -163,9 +167,11 @@ def grad_of_weights_specialised(
     num_padded,
     row_tiles,
     column_tiles,
+    trace_ptr,
     BAND: gl.constexpr,
     TRANSPOSED: gl.constexpr,
     STAGES: gl.constexpr,
+    FENCED: gl.constexpr,
 ):
     """Store gathered^T @ rows for each expert, or its transpose; zero for no rows.
 
@@ -189,7 +195,7 @@ def grad_of_weights_specialised(
         mbarrier.init(empty.index(stage), count=2)
     fence_async_shared()
     buffers = (gathered_buffer, rows_buffer, out_buffer)
-    barriers = (ready, empty)
+    barriers = (ready, empty, trace_ptr)
     sizes = (num_experts, num_padded, row_tiles, column_tiles)
     gl.warp_specialize(
         [
@@ -197,14 +203,14 @@ def grad_of_weights_specialised(
                 _multiply_half,
                 (
                     out_desc, buffers, barriers, segments_ptr, sizes,
-                    0, HALF, COLUMNS, DEPTH, BAND, TRANSPOSED, STAGES,
+                    0, HALF, COLUMNS, DEPTH, BAND, TRANSPOSED, STAGES, FENCED,
                 ),
             ),
             (
                 _multiply_half,
                 (
                     out_desc, buffers, barriers, segments_ptr, sizes,
-                    1, HALF, COLUMNS, DEPTH, BAND, TRANSPOSED, STAGES,
+                    1, HALF, COLUMNS, DEPTH, BAND, TRANSPOSED, STAGES, FENCED,
                 ),
             ),
             (
@@ -228,14 +234,17 @@ def weight_gradient_specialised(
     *,
     transposed: bool,
     num_programs: int,
-    stages: int = 4,
+    stages: int,
+    fenced: bool,
+    trace: Tensor | None = None,
+    warmup: bool = False,
 ) -> Tensor:
     """Return what `launch.weight_gradient` does, with tiles taken in turn whatever the load of the experts."""
     num_experts, width, rows_width = layout.segments_e3.shape[0], gathered_SW.shape[1], rows_PV.shape[1]
     assert tile.rows == 128
     assert width % tile.rows == 0
     out = rows_PV.new_empty(num_experts, *((rows_width, width) if transposed else (width, rows_width)))
-    grad_of_weights_specialised[(num_programs,)](
+    grad_of_weights_specialised.run(
         gathered_SW,
         gathered_SW.stride(0),
         descriptor(rows_PV, [tile.depth, tile.columns]),
@@ -246,9 +255,13 @@ def weight_gradient_specialised(
         layout.num_padded,
         width // tile.rows,
         triton.cdiv(rows_width, tile.columns),
+        trace,
         BAND=tile.band,
         TRANSPOSED=transposed,
         STAGES=stages,
+        FENCED=fenced,
+        grid=(num_programs,),
+        warmup=warmup,
         num_warps=4,
         maxnreg=168,
     )

@@ -21,9 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-__all__ = ["descriptor", "multiply_specialised", "next_stage", "products_specialised"]
+__all__ = ["ENDED", "descriptor", "mark", "multiply_specialised", "next_stage", "products_specialised", "stage_before"]
 
 _place_of_tile = gluon.jit(place_of_tile.fn)
+# What `mark` stores for a part that has done all.
+ENDED = gl.constexpr(-2)
 
 
 @gluon.jit
@@ -31,6 +33,23 @@ def next_stage(stage, phase, STAGES: gl.constexpr):
     """Return the stage after this one, and the phase of its barriers."""
     is_last = stage == STAGES - 1
     return gl.where(is_last, 0, stage + 1), gl.where(is_last, phase ^ 1, phase)
+
+
+@gluon.jit
+def stage_before(stage, STAGES: gl.constexpr):
+    """Return the stage before this one.
+
+    Not a variable of the loop that is given ``stage`` there and had the same value before the loop: the compiler takes
+    such a variable for one that the loop does not change.
+    """
+    return gl.where(stage == 0, STAGES - 1, stage - 1)
+
+
+@gluon.jit
+def mark(trace_ptr, part: gl.constexpr, tile, step):
+    """Store before a wait how far a part of this program is, for those who look at a kernel that does not end."""
+    if trace_ptr is not None:
+        gl.store(trace_ptr + 3 * gl.program_id(0) + part, tile * 1000 + step)
 
 
 @gluon.jit
@@ -49,7 +68,7 @@ def _ask_for_operands(
 ):
     rows_desc, weights_desc, _ = descs
     rows_buffer, weights_buffer, _ = buffers
-    ready, empty = barriers
+    ready, empty, trace_ptr = barriers
     num_row_tiles, num_column_tiles, num_steps = sizes
     ROWS: gl.constexpr = rows_desc.block_type.shape[0]
     stage = gl.to_tensor(0)
@@ -60,6 +79,7 @@ def _ask_for_operands(
         row = row_tile * 2 * ROWS
         column = first_column + column_tile * COLUMNS
         for step in range(num_steps):
+            mark(trace_ptr, 2, tile, step)
             # A barrier begins as if a phase had ended: the first wait for each stage is for that.
             mbarrier.wait(empty.index(stage), phase ^ 1)
             bar = ready.index(stage)
@@ -72,6 +92,7 @@ def _ask_for_operands(
             else:
                 tma.async_copy_global_to_shared(weights_desc, [expert, depth, column], bar, weights_buffer.index(stage))
             stage, phase = next_stage(stage, phase, STAGES)
+    mark(trace_ptr, 2, 0, ENDED)
 
 
 @gluon.jit
@@ -89,7 +110,7 @@ def _multiply_half(
 ):
     _, _, out_desc = descs
     rows_buffer, weights_buffer, out_buffer = buffers
-    ready, empty = barriers
+    ready, empty, trace_ptr = barriers
     num_row_tiles, num_column_tiles, num_steps = sizes
     ROWS: gl.constexpr = out_desc.block_type.shape[0]
     WIDTH: gl.constexpr = out_desc.block_type.shape[1]
@@ -102,8 +123,8 @@ def _multiply_half(
     for tile in range(gl.program_id(0), num_row_tiles * num_column_tiles, gl.num_programs(0)):
         row_tile, column_tile = _place_of_tile(tile, num_row_tiles, num_column_tiles, BAND)
         total = gl.zeros((ROWS, COLUMNS), gl.float32, accumulators)
-        previous = stage
         for step in range(num_steps):
+            mark(trace_ptr, SIDE, tile, step)
             mbarrier.wait(ready.index(stage), phase)
             rows = rows_buffer.index(2 * stage + SIDE)
             if TRANSPOSED:
@@ -113,11 +134,10 @@ def _multiply_half(
             total = warpgroup_mma(rows, weights, total, is_async=True)
             # All but this product have ended, so that the stage before this one may be filled again.
             total = warpgroup_mma_wait(1, deps=(total,))
-            mbarrier.arrive(empty.index(previous), count=1, pred=step > 0)
-            previous = stage
+            mbarrier.arrive(empty.index(stage_before(stage, STAGES)), count=1, pred=step > 0)
             stage, phase = next_stage(stage, phase, STAGES)
         total = warpgroup_mma_wait(0, deps=(total,))
-        mbarrier.arrive(empty.index(previous), count=1)
+        mbarrier.arrive(empty.index(stage_before(stage, STAGES)), count=1)
         row = row_tile * 2 * ROWS + SIDE * ROWS
         column = column_tile * COLUMNS
         if WIDTH == COLUMNS:
@@ -132,9 +152,10 @@ def _multiply_half(
             fence_async_shared()
             tma.async_copy_shared_to_global(out_desc, [row, column + part * WIDTH], out_buffer)
     tma.store_wait(pendings=0)
+    mark(trace_ptr, SIDE, 0, ENDED)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["num_steps", "first_column", "num_columns"])
 def products_specialised(
     rows_desc,
     weights_desc,
@@ -144,6 +165,7 @@ def products_specialised(
     num_steps,
     first_column,
     num_columns,
+    trace_ptr,
     DEPTH: gl.constexpr,
     COLUMNS: gl.constexpr,
     BAND: gl.constexpr,
@@ -170,7 +192,7 @@ def products_specialised(
     fence_async_shared()
     descs = (rows_desc, weights_desc, out_desc)
     buffers = (rows_buffer, weights_buffer, out_buffer)
-    barriers = (ready, empty)
+    barriers = (ready, empty, trace_ptr)
     sizes = (gl.load(num_tiles_ptr), gl.cdiv(num_columns, COLUMNS), num_steps)
     gl.warp_specialize(
         [
@@ -204,12 +226,18 @@ def multiply_specialised(
     width: int,
     products: Tensor,
     num_programs: int,
-    stages: int = 4,
+    stages: int,
+    trace: Tensor | None = None,
+    warmup: bool = False,
 ) -> None:
-    """Write what `launch._multiply` does to ``products``; 4 stages leave room for half a tile on its way out."""
+    """Write what `launch._multiply` does to ``products``; 4 stages leave room for half a tile on its way out.
+
+    ``trace`` (num_programs, 3) takes how far the two warpgroups that multiply and the one that loads are. ``warmup``
+    compiles and does not run.
+    """
     assert tile.rows == 128
     block = [1, tile.columns, tile.depth] if transposed else [1, tile.depth, tile.columns]
-    products_specialised[(num_programs,)](
+    products_specialised.run(
         descriptor(rows_PK, [64, tile.depth]),
         descriptor(weights, block),
         descriptor(products, [64, tile.columns // 2 if stages > 3 else tile.columns]),
@@ -218,11 +246,14 @@ def multiply_specialised(
         -(-rows_PK.shape[1] // tile.depth),
         first,
         width,
+        trace,
         DEPTH=tile.depth,
         COLUMNS=tile.columns,
         BAND=tile.band,
         TRANSPOSED=transposed,
         STAGES=stages,
+        grid=(num_programs,),
+        warmup=warmup,
         num_warps=4,
         maxnreg=168,
     )

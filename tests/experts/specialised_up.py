@@ -9,7 +9,7 @@ the weights by TMA. A stage is ready when the copies of every thread and the wei
 from coterie_experts.grouped_swiglu.triton_activation import fast_sigmoid
 from coterie_experts.grouped_swiglu.triton_layout import PaddedLayout
 from coterie_experts.grouped_swiglu.triton_tiles import Tile, place_of_tile
-from specialised_products import descriptor, next_stage
+from specialised_products import ENDED, descriptor, mark, next_stage, stage_before
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -54,7 +54,7 @@ def _gather_operands(
     STAGES: gl.constexpr,
 ):
     rows_buffer, weights_buffer, _ = buffers
-    ready, empty = barriers
+    ready, empty, trace_ptr = barriers
     num_row_tiles, num_column_tiles, num_steps = sizes
     # Eight threads copy the 128 bytes of a row.
     places: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
@@ -79,6 +79,7 @@ def _gather_operands(
         expert, upper, lower = _expert_and_sources(expert_ptr, source_ptr, row_tile, num_row_tiles, inside, HALF)
         for step in range(num_steps):
             depth = step * DEPTH
+            mark(trace_ptr, 2, tile, step)
             mbarrier.wait(empty.index(stage), phase ^ 1)
             bar = ready.index(stage)
             mbarrier.expect(bar, weights_desc.block_type.nbytes)
@@ -89,6 +90,7 @@ def _gather_operands(
             async_copy.async_copy_global_to_shared(rows_buffer.index(2 * stage + 1), lower_rows + depth, lower_mask)
             async_copy.mbarrier_arrive(bar, increment_count=False)
             stage, phase = next_stage(stage, phase, STAGES)
+    mark(trace_ptr, 2, 0, ENDED)
 
 
 @gluon.jit
@@ -108,7 +110,7 @@ def _multiply_and_activate(
     FENCED: gl.constexpr,
 ):
     rows_buffer, weights_buffer, out_buffer = buffers
-    ready, empty = barriers
+    ready, empty, trace_ptr = barriers
     num_row_tiles, num_column_tiles, num_steps = sizes
     dtype: gl.constexpr = descs[0].dtype
     accumulators: gl.constexpr = gl.NVMMADistributedLayout(
@@ -121,8 +123,8 @@ def _multiply_and_activate(
         row = row_tile * 2 * HALF + SIDE * HALF
         hidden = column_tile * HIDDEN
         total = gl.zeros((HALF, 2 * HIDDEN), gl.float32, accumulators)
-        previous = stage
         for step in range(num_steps):
+            mark(trace_ptr, SIDE, tile, step)
             mbarrier.wait(ready.index(stage), phase)
             if FENCED:
                 # The rows were copied by threads, and are read as the copy engine reads.
@@ -131,11 +133,10 @@ def _multiply_and_activate(
             total = warpgroup_mma(rows_buffer.index(2 * stage + SIDE), weights, total, is_async=True)
             # All but this product have ended, so that the stage before this one may be filled again.
             total = warpgroup_mma_wait(1, deps=(total,))
-            mbarrier.arrive(empty.index(previous), count=1, pred=step > 0)
-            previous = stage
+            mbarrier.arrive(empty.index(stage_before(stage, STAGES)), count=1, pred=step > 0)
             stage, phase = next_stage(stage, phase, STAGES)
         total = warpgroup_mma_wait(0, deps=(total,))
-        mbarrier.arrive(empty.index(previous), count=1)
+        mbarrier.arrive(empty.index(stage_before(stage, STAGES)), count=1)
         gate, up = total.reshape(HALF, 2, HIDDEN).permute(0, 2, 1).split()
         inside = gl.arange(0, HALF, layout=gl.SliceLayout(1, gate.type.layout))
         weight = gl.load(weight_ptr + row + inside)[:, None]
@@ -151,9 +152,10 @@ def _multiply_and_activate(
             fence_async_shared()
             tma.async_copy_shared_to_global(descs[part], [row, hidden], out)
     tma.store_wait(pendings=0)
+    mark(trace_ptr, SIDE, 0, ENDED)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["x_stride", "num_steps", "d_hidden"])
 def up_with_activation_specialised(
     x_ptr,
     x_stride,
@@ -167,6 +169,7 @@ def up_with_activation_specialised(
     num_tiles_ptr,
     num_steps,
     d_hidden,
+    trace_ptr,
     BAND: gl.constexpr,
     STAGES: gl.constexpr,
     BUFFERS: gl.constexpr,
@@ -194,7 +197,7 @@ def up_with_activation_specialised(
     fence_async_shared()
     descs = (gate_desc, up_desc, activation_desc)
     buffers = (rows_buffer, weights_buffer, out_buffer)
-    barriers = (ready, empty)
+    barriers = (ready, empty, trace_ptr)
     sizes = (gl.load(num_tiles_ptr), gl.cdiv(d_hidden, HIDDEN), num_steps)
     gl.warp_specialize(
         [
@@ -226,7 +229,16 @@ def up_with_activation_specialised(
 
 
 def up_specialised(
-    x_SD: Tensor, layout: PaddedLayout, up: Tensor, tile: Tile, *, num_programs: int, stages: int, fenced: bool
+    x_SD: Tensor,
+    layout: PaddedLayout,
+    up: Tensor,
+    tile: Tile,
+    *,
+    num_programs: int,
+    stages: int,
+    fenced: bool,
+    trace: Tensor | None = None,
+    warmup: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return what `launch.pre_and_activation` does for SwiGLU; 4 stages leave one buffer for results, 3 leave two.
 
@@ -239,7 +251,7 @@ def up_specialised(
     assert d_hidden % hidden == 0
     product_PU = x_SD.new_empty(layout.num_padded, d_pre)
     activation_PH = x_SD.new_empty(layout.num_padded, d_hidden)
-    up_with_activation_specialised[(num_programs,)](
+    up_with_activation_specialised.run(
         x_SD,
         x_SD.stride(0),
         descriptor(up.view(num_experts, 2, d_hidden, d_model), [1, 2, hidden, tile.depth]),
@@ -252,10 +264,13 @@ def up_specialised(
         layout.num_tiles_1,
         d_model // tile.depth,
         d_hidden,
+        trace,
         BAND=tile.band,
         STAGES=stages,
         BUFFERS=1 if stages > 3 else 2,
         FENCED=fenced,
+        grid=(num_programs,),
+        warmup=warmup,
         num_warps=4,
         maxnreg=168,
     )
