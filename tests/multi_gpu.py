@@ -7,6 +7,7 @@
     fsdp         resident experts against FSDP2
     overlap      exchanges and new weights behind other work; rows copied, leased or fetched
     pipeline     schedules: tokens/s and peak memory
+    link         only with `--parts link`: what bounds a combine; copies, pulls and pushes beside what was expected
 
 Each part starts processes of its own, one a GPU over NCCL, or with `--device cpu` over gloo, is ended after a time of
 its own, and does not stop the others. Results are checked before anything is timed. Times are between events of each
@@ -34,7 +35,7 @@ os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 if TYPE_CHECKING:
     from multi_gpu_parts.bench import Bench
 
-__all__ = ["LIMITS_S", "main"]
+__all__ = ["DEFAULT_PARTS", "LIMITS_S", "main"]
 
 LIMITS_S = {
     "layouts": 130,
@@ -44,8 +45,12 @@ LIMITS_S = {
     "fsdp": 70,
     "overlap": 80,
     "pipeline": 70,
+    "link": 60,
 }
 """The longest that each part may take on two ranks, in seconds; more ranks have half as much more."""
+
+DEFAULT_PARTS = [name for name in LIMITS_S if name != "link"]
+"""Those that run when none is named: what looks for causes is not among them."""
 
 _WHOLE_LIMIT_S = 345
 _Part = Callable[["Bench"], None]
@@ -128,7 +133,11 @@ def _options(arguments: list[str] | None, names: list[str]) -> argparse.Namespac
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, choices=[2, 4, 8], default=2)
     parser.add_argument(
-        "--parts", type=lambda text: text.split(","), default=list(LIMITS_S), metavar="NAME,NAME", help="default: all"
+        "--parts",
+        type=lambda text: text.split(","),
+        default=DEFAULT_PARTS,
+        metavar="NAME,NAME",
+        help="default: all but link",
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="the sizes of a dry run")

@@ -18,7 +18,7 @@ from multi_gpu_parts.bench import Bench
 from trainer.step_cases import CASES
 
 SCRIPT = Path(multi_gpu.__file__)
-PARTS = tuple(multi_gpu.LIMITS_S)
+PARTS = tuple(multi_gpu.DEFAULT_PARTS)
 
 
 @pytest.fixture(scope="module")
