@@ -6,7 +6,8 @@ name of the group then stands in its message.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ __all__ = [
     "all_reduce_sum_",
     "barrier",
     "broadcast_",
+    "end_waits",
     "exchange_rows",
     "start_all_gather",
     "start_all_to_all",
@@ -32,6 +34,9 @@ __all__ = [
     "start_reduce_scatter",
     "start_send",
 ]
+
+# Messages of `start_send` have tag 0.
+_TAG_OF_NO_MESSAGE = 1
 
 # torch 2.13 renamed these two and warns at the old names, which are the only ones before.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -214,3 +219,18 @@ def start_receive(tensor: Tensor, axis: Axis, *, source: int) -> Pending:
     with _named("receive", axis):
         work = dist.irecv(tensor, axis.ranks[source], group=axis.group)
     return Pending("receive", axis, work)
+
+
+def end_waits(axis: Axis) -> None:
+    """Close this rank's gloo connections of ``axis``: what a peer sends to it or receives from it fails at once.
+
+    For a rank that has failed: a group of gloo can not be aborted, but a receive that is later than its time-out closes
+    all connections of its group, so this lets one be late. NCCL's communicators stay as they are. Raises nothing.
+    """
+    for rank in axis.ranks:
+        # One whose connection is gone fails without closing the others, so every peer is asked.
+        if rank != axis.ranks[axis.index]:
+            with suppress(RuntimeError):
+                receive = dist.irecv(torch.empty(1), rank, group=axis.group, tag=_TAG_OF_NO_MESSAGE)
+                assert receive is not None
+                receive.wait(timedelta(milliseconds=1))

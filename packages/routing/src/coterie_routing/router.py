@@ -227,7 +227,8 @@ def route(
 
     A token with a NaN or an infinite logit still gets valid ids and is counted in `LoadSums.num_bad`. Its weights are
     what the arithmetic gives: NaN in most cases, but not where the logit is of an expert that weighs nothing, or a
-    sigmoid of infinity. So watch `num_bad`, not the weights. A NaN in the bias ranks last and is not counted.
+    sigmoid of infinity. So watch `num_bad`, not the weights. An expert with a NaN in the bias ranks last, and then
+    every real token is counted as bad: its choice is not the one that the bias was to make. Infinity there is no fault.
 
     Args:
         logits_TE: (T, E), fp32 or fp64.
@@ -282,7 +283,7 @@ def route(
         z_sum=_z_sum(logits_TE, is_real_T),
         num_tokens=_num_real(logits_TE, is_real_T),
         num_dropped=(wanted_E - counts_E).sum(),
-        num_bad=(~logits_TE.isfinite()).any(-1).sum(),
+        num_bad=_num_bad(logits_TE, selection_bias_E, is_real_T),
     )
     return Routing(
         ids_TK=ids_TK,
@@ -361,6 +362,14 @@ def _num_real(rows: Tensor, is_real_T: Tensor | None) -> Tensor:
     if is_real_T is None:
         return torch.full((), rows.shape[0], dtype=torch.int64, device=rows.device)
     return is_real_T.sum()
+
+
+def _num_bad(logits_TE: Tensor, bias_E: Tensor | None, is_real_T: Tensor | None) -> Tensor:
+    is_bad_T = (~logits_TE.isfinite()).any(-1)  # never padding, whose logits are 0 here
+    if bias_E is not None:
+        has_bad_bias = bias_E.isnan().any()
+        is_bad_T = is_bad_T | (has_bad_bias if is_real_T is None else has_bad_bias & is_real_T)
+    return is_bad_T.sum()
 
 
 def _check_mask(is_real_T: Tensor, rows: Tensor) -> None:

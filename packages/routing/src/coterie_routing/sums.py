@@ -20,7 +20,7 @@ class LoadSums:
         z_sum: Sum over tokens of logsumexp(logits)^2, fp64 scalar, differentiable.
         num_tokens: Number of real tokens, int64 scalar.
         num_dropped: Number of choices beyond the capacity of their expert, int64 scalar; they are in the counts.
-        num_bad: Number of real tokens with a NaN or an infinite logit, int64 scalar.
+        num_bad: Number of real tokens with a NaN or an infinite logit, all if the bias has a NaN; int64 scalar.
 
     Raises:
         ValueError: If a field has another dtype: counts kept in a float of 8 or 24 bits stop counting in silence.

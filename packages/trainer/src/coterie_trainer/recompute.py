@@ -19,13 +19,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from coterie_parallel import Dispatcher, ParallelConfig
+from coterie_parallel import Dispatcher, DispatchOptions, ParallelConfig, dispatcher_class, known_dispatchers
 from coterie_parallel.once import differentiated_once
 from torch import Tensor
 from torch.autograd.function import Function
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["PARTS", "SentAgain", "again", "combination_problems", "name_problems"]
+__all__ = ["PARTS", "SentAgain", "again", "combination_problems", "name_problems", "order_problems"]
 
 PARTS = ("block", "attention", "experts", "dispatch")
 """A whole layer; the core of attention; the routed and the shared experts; the rows that experts receive."""
@@ -63,7 +63,21 @@ def combination_problems(names: Sequence[str], parallel: ParallelConfig) -> list
             f'recompute ("{sent_twice[0]}") does not go with parallel.overflow ("drop"): rows that are sent twice '
             'would be dropped, and counted, by two decisions; set overflow to "grow" or "exact"'
         )
-    return found
+    return found + order_problems(names, parallel.dispatcher, parallel.dispatch_options())
+
+
+def order_problems(names: Sequence[str], dispatcher: str, options: DispatchOptions) -> list[str]:
+    """Return why a dispatcher can not send rows a second time: they would not be in the order of what was kept."""
+    sent_twice = [name for name in ("block", "dispatch") if name in names]
+    if not sent_twice or dispatcher not in known_dispatchers():
+        return []
+    if dispatcher_class(dispatcher).guarantees(options).row_order == "contract":
+        return []
+    ordered = "set parallel.deep_ep.deterministic = true" if dispatcher == "deep_ep" else "use another dispatcher"
+    return [
+        f'recompute ("{sent_twice[0]}") sends rows a second time, and dispatcher "{dispatcher}" brings them in another '
+        f'order then; {ordered}, or recompute "attention" and "experts" only'
+    ]
 
 
 def again(function: Callable[..., Any], *args: Any, preserve_rng: bool = False) -> Any:
@@ -106,12 +120,12 @@ class SentAgain:
 
     def before(self, rows_RD: Tensor) -> Tensor:
         """Return the rows for the experts."""
-        found: Tensor = _Before.apply(rows_RD, self)
+        found: Tensor = _BeforeBackward.apply(rows_RD, self._forget)
         return found
 
     def after(self, rows_RD: Tensor) -> Tensor:
         """Return what the experts made of them."""
-        found: Tensor = _After.apply(rows_RD, self)
+        found: Tensor = _BeforeBackward.apply(rows_RD, self._send)
         return found
 
     def _send(self) -> None:
@@ -144,27 +158,16 @@ def _unpack(packed: Tensor | Callable[[], Tensor]) -> Tensor:
     return packed if isinstance(packed, Tensor) else packed()
 
 
-class _Before(Function):
+class _BeforeBackward(Function):
+    """Returns rows as they are; its backward calls something before it passes the gradient on."""
+
     @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, sent: SentAgain) -> Tensor:
-        ctx.sent = sent
+    def forward(ctx: Any, rows_RD: Tensor, call: Callable[[], None]) -> Tensor:
+        ctx.call = call
         return rows_RD.view_as(rows_RD)
 
     @staticmethod
     @differentiated_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        ctx.sent._forget()
-        return grads[0], None
-
-
-class _After(Function):
-    @staticmethod
-    def forward(ctx: Any, rows_RD: Tensor, sent: SentAgain) -> Tensor:
-        ctx.sent = sent
-        return rows_RD.view_as(rows_RD)
-
-    @staticmethod
-    @differentiated_once
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        ctx.sent._send()
+        ctx.call()
         return grads[0], None

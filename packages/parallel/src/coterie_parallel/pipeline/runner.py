@@ -1,14 +1,22 @@
 """Run the stages of this rank in the order that a schedule of `torch.distributed.pipelining` gives."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from coterie_parallel.collectives import CollectiveError, all_gather_objects, start_receive, start_send
+from coterie_parallel.collectives import (
+    CollectiveError,
+    all_gather_objects,
+    end_waits,
+    start_receive,
+    start_send,
+)
 from coterie_parallel.mesh import Mesh
 from coterie_parallel.pipeline.deferred import WeightGradients
+from coterie_parallel.pipeline.failure import failures_told, tell_failure
 from coterie_parallel.pipeline.stages import SCHEDULES, Stages, micro_batch_problems
 
 __all__ = ["Pipeline"]
@@ -77,6 +85,7 @@ class Pipeline:
         self._defers = weights is not None
         self._has_first = any(stage.is_first for stage in local)
         self._has_last = any(stage.is_last for stage in local)
+        self._failure: BaseException | None = None
         self._backwards_left = 0
         self._num_backwards = num_micro_batches * len(local)
         self._around_last: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -95,11 +104,12 @@ class Pipeline:
         ]
         for one in self._torch_stages:
             one.around_backward = self._around_backward
+            one.on_failure = self._note
         make = getattr(pipelining, schedule.class_name)
         self._schedule = make(
             self._torch_stages[0] if schedule.stages_per_rank == 1 else self._torch_stages,
             num_micro_batches,
-            loss_fn=loss,
+            loss_fn=self._loss_of,
             scale_grads=False,
         )
 
@@ -123,7 +133,8 @@ class Pipeline:
         Raises:
             ValueError: another number of micro-batches than this was made for, or another shape or dtype, of inputs or
                 of what a stage returns.
-            CollectiveError: a peer raised, died or was late.
+            CollectiveError: a peer raised, with what it raised; or died, or was late. With gloo a peer that raises is
+                known at once; a GPU waits for the time-out of its group, or for the launcher to end it.
         """
         for name, tensors in {"inputs": inputs, "targets": targets, **others}.items():
             shapes = list(dict.fromkeys(tuple(one.shape) for one in tensors))
@@ -134,31 +145,24 @@ class Pipeline:
                 )
         if not _is_like(inputs[0], self._input_like):
             raise ValueError(f"inputs are {_described(inputs[0])}, and input_like is {_described(self._input_like)}")
-        if not torch.is_grad_enabled():
-            self._run_forward(inputs, targets, others)
-            return
-        self._backwards_left, self._around_last = self._num_backwards, around_last_backward
-        for stage in self._torch_stages:
-            stage.failure = None
-        arguments = [torch.cat(list(inputs))] if self._has_first else []
-        target = torch.cat(list(targets)) if self._has_last else None
         try:
-            self._schedule.step(
-                *arguments,
-                target=target,
-                return_outputs=False,
-                **{name: torch.cat(list(tensors)) for name, tensors in others.items()},
-            )
+            if torch.is_grad_enabled():
+                self._around_last = around_last_backward
+                self._run_schedule(inputs, targets, others)
+            else:
+                self._run_forward(inputs, targets, others)
         except Exception as error:
-            failures = [stage.failure for stage in self._torch_stages if stage.failure is not None]
-            if failures:
-                raise failures[0] from None
-            # What no stage raised comes from sends and receives.
-            axis = self._axis
-            raise CollectiveError(
-                f"a send or receive on the {axis.name!r} axis (ranks {', '.join(map(str, axis.ranks))}) failed on rank "
-                f"{axis.ranks[axis.index]}: a peer stopped, died or was later than the time-out. {error}"
-            ) from error
+            self._fail(error)
+
+    def _run_schedule(
+        self, inputs: Sequence[Tensor], targets: Sequence[Tensor], others: Mapping[str, Sequence[Tensor]]
+    ) -> None:
+        self._backwards_left = self._num_backwards
+        with self._noting():
+            arguments = [torch.cat(list(inputs))] if self._has_first else []
+            target = torch.cat(list(targets)) if self._has_last else None
+            joined = {name: torch.cat(list(tensors)) for name, tensors in others.items()}
+        self._schedule.step(*arguments, target=target, return_outputs=False, **joined)
 
     def _run_forward(
         self, inputs: Sequence[Tensor], targets: Sequence[Tensor], others: Mapping[str, Sequence[Tensor]]
@@ -179,9 +183,10 @@ class Pipeline:
             for number, x in enumerate(arrived):
                 if receives:
                     receives[number].wait()
-                out = self._modules[stage.index](x, **{name: tensors[number] for name, tensors in others.items()})
+                with self._noting():
+                    out = self._modules[stage.index](x, **{name: tensors[number] for name, tensors in others.items()})
                 if stage.is_last:
-                    self._loss(out, targets[number])
+                    self._loss_of(out, targets[number])
                 elif to != self._axis.index:
                     assert to is not None
                     sends.append((out, start_send(out, self._axis, to=to)))  # the tensor must live until it is sent
@@ -211,6 +216,38 @@ class Pipeline:
                 said = ", ".join(f"{value} on rank {rank}" for rank, value in values.items())
                 found.append(f"{name} must be the same on all ranks of the pipeline axis; it is {said}")
         return found
+
+    def _loss_of(self, out: Tensor, target: Tensor) -> Tensor:
+        with self._noting():
+            return self._loss(out, target)
+
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._note(error)
+            raise
+
+    def _note(self, error: BaseException) -> None:
+        """Keep what a computation of this rank raised: torch raises another error in its place."""
+        self._failure = self._failure or error
+
+    def _fail(self, error: Exception) -> NoReturn:
+        """End the waits of the peers, and raise what a computation of this rank raised, else what a peer did."""
+        axis, failure = self._axis, self._failure
+        self._failure = None
+        if failure is not None:
+            tell_failure(failure, axis)
+        end_waits(axis)
+        if failure is not None:
+            raise failure from failure.__cause__
+        # What no computation raised comes from sends and receives.
+        told = failures_told(axis) or [f"a peer stopped, died or was later than the time-out. {error}"]
+        raise CollectiveError(
+            f"a send or receive on the {axis.name!r} axis (ranks {', '.join(map(str, axis.ranks))}) failed on rank "
+            f"{axis.ranks[axis.index]}: {'; '.join(told)}"
+        ) from error
 
     def _around_backward(self) -> AbstractContextManager[None]:
         self._backwards_left -= 1

@@ -11,14 +11,14 @@ __all__ = ["WatchedStage"]
 
 
 class WatchedStage(PipelineStage):
-    """A stage that enters ``around_backward`` around each of its backwards.
+    """A stage that enters ``around_backward`` around each of its backwards, and says what its computation raises.
 
     Attributes:
-        failure: what its computation raised; torch raises another error in its place.
+        on_failure: called with the error; torch raises another one in its place.
     """
 
     around_backward: Callable[[], AbstractContextManager[None]]
-    failure: BaseException | None = None
+    on_failure: Callable[[BaseException], None]
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the forward of one micro-batch, as the base class does."""
@@ -44,5 +44,5 @@ class WatchedStage(PipelineStage):
         try:
             yield
         except Exception as error:
-            self.failure = error.__cause__ or error
+            self.on_failure(error.__cause__ or error)
             raise

@@ -35,7 +35,7 @@ class FusedRouting:
         probability_sums_E: Sum over tokens of each expert's probability, fp64, differentiable.
         z_sum: Sum over tokens of logsumexp(logits)^2, fp64 scalar, differentiable.
         num_tokens: Number of real tokens, int64 scalar.
-        num_bad: Number of real tokens with a NaN or an infinite logit, int64 scalar.
+        num_bad: Number of real tokens with a NaN or an infinite logit, all if the bias has a NaN; int64 scalar.
     """
 
     ids_TK: Tensor

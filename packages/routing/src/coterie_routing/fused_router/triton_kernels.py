@@ -157,7 +157,6 @@ def forward_kernel(
     # A sum of finite logits is finite, and one with an infinite one or NaN is not.
     is_bad_T = is_live_T & ~(tl.abs(tl.sum(logits_TE, 1)) < float("inf"))
     tl.store(block_stats_ptr + 2 * block, tl.sum(is_live_T.to(tl.int32), 0))
-    tl.store(block_stats_ptr + 2 * block + 1, tl.sum(is_bad_T.to(tl.int32), 0))
 
     # Where logits rank, the choice comes first: it then shares the registers with no other tile.
     rank_TE = logits_TE
@@ -170,6 +169,8 @@ def forward_kernel(
         tl.store(scores_ptr + slot_TE, scores_TE, mask=is_stored_TE)
         bias_E = tl.load(bias_ptr + expert, mask=expert < E, other=0.0)
         rank_TE = scores_TE + bias_E[None, :]
+        is_bad_T |= is_live_T & (tl.max((bias_E != bias_E).to(tl.int32), 0) > 0)
+    tl.store(block_stats_ptr + 2 * block + 1, tl.sum(is_bad_T.to(tl.int32), 0))
     if E < BLOCK_E:
         rank_TE = tl.where(is_expert, rank_TE, float("-inf"))
     # Not a number ranks as the lowest: rare, except that a bias may hold it too.

@@ -1,10 +1,11 @@
 """One way to run the same optimizer step: how it is split over ranks and micro-batches, and by which back-ends."""
 
 import dataclasses
+import itertools
 from dataclasses import dataclass
 
 from coterie_parallel import ParallelConfig
-from coterie_parallel.pipeline.stages import SCHEDULES, spread_layers
+from coterie_parallel.pipeline.stages import SCHEDULES, micro_batch_problems, spread_layers
 
 from coterie_trainer.config import Config, ConfigError, config_from_dict, config_to_dict
 from coterie_trainer.reading import apply_override
@@ -13,12 +14,13 @@ __all__ = ["Layout", "default_layouts", "layout_config", "layout_problems", "par
 
 MOST_RANKS = 32
 _COUNTS = ("pipeline", "data", "expert", "accumulation")
-_BUFFERS = ("overflow", "capacity_factor", "saved_rows")
-# What a layout may say besides: settings that must not change a number. Of time-outs there is one for all.
+_BUFFERS = ("overflow", "capacity_factor", "saved_rows", "deep_ep")
+# What a layout may say besides: settings that must not change a number. Of time-outs there is one for all, and DeepEP
+# runs on no layout that is compared here.
 _PARALLEL = tuple(
     item.name
     for item in dataclasses.fields(ParallelConfig)
-    if item.name not in (*_COUNTS, "pipeline_schedule", "timeout_s")
+    if item.name not in (*_COUNTS, "pipeline_schedule", "timeout_s", "deep_ep")
 )
 _SHORT = {"pipeline_schedule": "schedule"}
 _LONG = {short: name for name, short in _SHORT.items()}
@@ -51,13 +53,13 @@ class Layout:
         """The number of ranks."""
         return self.pipeline * self.data
 
+    def schedule(self, config: Config) -> str:
+        """Return the name of the pipeline's schedule in this layout of ``config``."""
+        return dict(self.settings).get("schedule", config.parallel.pipeline_schedule)
+
     def num_stages(self, config: Config) -> int:
         """Return how many stages this layout of ``config`` has; 0 if its settings tell no number."""
-        settings = dict(self.settings)
-        schedule, per_rank = (
-            settings.get("schedule", config.parallel.pipeline_schedule),
-            settings.get("stages_per_rank"),
-        )
+        schedule, per_rank = self.schedule(config), dict(self.settings).get("stages_per_rank")
         if schedule not in SCHEDULES or not (per_rank or "0").isdecimal():
             return 0
         if self.pipeline == 1:
@@ -143,13 +145,27 @@ def layout_problems(layout: Layout, config: Config) -> list[str]:
     try:
         full = layout_config(layout, config)
     except ConfigError as error:
-        return error.problems
+        return [_in_words_of_layouts(problem, layout, config) for problem in error.problems]
     if full.parallel.overflow == "drop":
         return [
             "parallel: overflow (drop) leaves out other rows in every layout, so none can agree; compare with "
             "overflow=grow or overflow=exact"
         ]
     return []
+
+
+def _in_words_of_layouts(problem: str, layout: Layout, config: Config) -> str:
+    """Return a problem of a layout's config; what it says of micro-batches as a layout says it, in ``accumulation``."""
+    if not problem.startswith("train: micro-batches of a rank in a step"):
+        return problem
+
+    def faults(number: int) -> list[str]:
+        return micro_batch_problems(layout.schedule(config), layout.pipeline, layout.num_stages(config), number)
+
+    (text,) = faults(layout.accumulation)
+    works = next(number for number in itertools.count(layout.accumulation) if not faults(number))
+    said = text.replace("micro-batches of a rank in a step", "accumulation")
+    return f"{said}; write accumulation={works}, the next that works"
 
 
 def reference_config(config: Config) -> Config:
