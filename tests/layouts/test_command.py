@@ -11,7 +11,7 @@ from coterie_trainer.cli import main
 from coterie_trainer.config import load_config
 from coterie_trainer.verify import command, running
 from coterie_trainer.verify.layout import Layout, default_layouts, layout_config, parse_layout, reference_config
-from coterie_trainer.verify.scaling import UnevenBatches, scaled
+from coterie_trainer.verify.scaling import UnevenBatches, scaled, verify_problems
 
 from layouts import broken
 from layouts.models import config_of, small_config
@@ -152,7 +152,7 @@ def test_pipelines_that_can_not_run_are_refused(capsys: pytest.CaptureFixture[st
     assert main(["verify", CONFIG, "--layouts", *layouts]) == 2
     found = capsys.readouterr().err.splitlines()
     expected = {
-        0: "(1 = sequences_per_step (32) / (data (1) x sequences_per_micro_batch (32))) must be at least 2, the number",
+        0: "accumulation (1) must be at least 2, the number of stages, with",
         1: "pipeline (2) x data (32) means as many processes on this machine; at most 32 work",
         2: "optimizer: gradient_sharding (true) needs parallel.pipeline (2) to be 1",
         3: 'parallel: pipeline (2) must be 1 with data_parallel ("fsdp")',
@@ -165,6 +165,29 @@ def test_pipelines_that_can_not_run_are_refused(capsys: pytest.CaptureFixture[st
     for line, (number, words) in zip(found[2:], expected.items(), strict=True):
         assert line.startswith(f'  - layout "{parse_layout(layouts[number])[0]}": ')
         assert words in line
+
+
+@pytest.mark.parametrize(
+    ("layout", "text"),
+    [
+        (
+            "pipeline=2",
+            'must be at least 2, the number of stages, with pipeline_schedule ("1f1b"); or use "gpipe", which takes '
+            "any number; write accumulation=2, the next that works",
+        ),
+        ("pipeline=2 accumulation=3 schedule=dualpipev", "write accumulation=4, the next that works"),
+        ("pipeline=2 accumulation=7 schedule=interleaved_1f1b", "nearest: 6 or 8; write accumulation=8, the next that"),
+    ],
+)
+def test_too_few_micro_batches_name_the_accumulation_that_works(layout: str, text: str) -> None:
+    config = load_config(CONFIG)
+    parsed, _ = parse_layout(layout)
+    assert parsed is not None
+    (problem,) = verify_problems(config, [parsed])
+    assert problem.startswith(f'layout "{parsed}": accumulation ({parsed.accumulation}) must be ')
+    assert text in problem
+    works = int(problem.split("write accumulation=")[1].split(",")[0])
+    assert verify_problems(config, [replace(parsed, accumulation=works)]) == []
 
 
 def test_a_layout_decides_the_split_and_nothing_else(tmp_path: Path) -> None:

@@ -170,7 +170,9 @@ def test_the_conformance_command_says_what_is_wrong(capsys: pytest.CaptureFixtur
             "--option ('room=2') must be KEY=VALUE with one of the keys overflow, capa",
         ),
         (["rowwise", "--option", "overlap=1"], "must have the value true or false"),
-        (["rowwise", "--option", "capacity_factor=much"], "could not convert string to float: 'much'"),
+        (["rowwise", "--option", "capacity_factor=much"], "must have a number as its value"),
+        (["rowwise", "--option", "saved_rows=copy", "--option", "saved_rows=lease"], "is given twice"),
+        (["rowwise", "--timeout-s", "0"], "--timeout-s (0) must be above 0"),
     ],
 )
 def test_the_conformance_command_refuses(arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -218,7 +218,7 @@ def test_what_declares_less_is_held_to_that(weaker: type[LocalDispatcher]) -> No
         (_OneSizeAndSaysNothing, "reuse", "raises AssertionError: no room"),
         (_Nonsense, "uneven", "what it guarantees: row_order ('sorted') must be one of: contract, any"),
         (_Nonsense, "uneven", "what it guarantees: row_error (1.0) must be at least 0 and below 1"),
-        (_Nonsense, "uneven", "what it guarantees: sum_roundings (0) must be at least 1"),
+        (_Nonsense, "uneven", "what it guarantees: sum_roundings (0) must be an integer from 1"),
         (_Nonsense, "uneven", "what it guarantees: sizes ('all') must be one of: any, first"),
         (_TakesNothing, "uneven", "not supported: no tokens on cpu with 2 choices can be sent"),
         (_ForgetsIds, "refusals", "an id that is no expert, in the dispatch or else in grow: not refused"),

@@ -213,6 +213,22 @@ def test_all_faults_of_the_settings_at_once() -> None:
     assert AdamWConfig().problems() == []
 
 
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_gradient_with_gaps_or_of_one_element_is_read_right(clip: float | None) -> None:
+    """Such a gradient has to be set by hand: `expand` and a step of two leave gaps that a kernel does not see."""
+    found = []
+    for grad in (torch.ones(1).expand(2000), torch.ones(4000)[::2], torch.ones(2000)):
+        parameters = {"norm.weight": nn.Parameter(torch.zeros(2000))}
+        optimizer = _optimizer(parameters, gradient_clip=clip)
+        parameters["norm.weight"].grad = grad
+        norm = optimizer.step(0.1)
+        assert float(norm) == pytest.approx(2000**0.5)
+        found.append(parameters["norm.weight"].detach())
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[2])
+    torch.testing.assert_close(found[0], torch.full((2000,), -0.1))
+
+
 @needs_triton
 def test_the_kernels_of_a_gpu_under_the_interpreter() -> None:
     run_interpreted(Path(__file__).with_name("interpreted_adamw.py"))

@@ -209,26 +209,35 @@ class BrokenOnce(Layers):
         return super().forward(x, scale)
 
 
-def _fail(rank: int, world: int, kind: str) -> tuple[str, str]:
-    parallel = ParallelConfig(pipeline=2, timeout_s=3)
-    with Mesh(make_plan(parallel, world), rank, timeout_s=3) as mesh:
+def _broken_loss(out: Tensor, target: Tensor) -> Tensor:
+    raise IndexError("no such word") from KeyError("its cause")
+
+
+def _fail(rank: int, world: int, kind: str) -> tuple[str, str, float]:
+    """Return what a rank raises and in how many seconds."""
+    is_late = kind in ("late", "late in evaluation")
+    timeout_s = 3.0 if is_late else 30.0
+    parallel = ParallelConfig(pipeline=world, pipeline_schedule="gpipe" if kind == "evaluation" else "1f1b")
+    with Mesh(make_plan(parallel, world), rank, timeout_s=timeout_s) as mesh:
         stages = make_stages(parallel, NUM_LAYERS)
         (stage,) = stages.on_rank(rank)
-        where = {"forward": 1, "backward": 1, "dtype": 0, "shape": 0, "again": 0}.get(kind)
-        made: Any = {"forward": Broken, "backward": BrokenBackward, "again": BrokenOnce}.get(kind)
+        where = {"forward": world - 1, "evaluation": 1, "backward": 1, "dtype": 0, "shape": 0, "again": 0}.get(kind)
+        made: Any = {"forward": Broken, "evaluation": Broken, "backward": BrokenBackward, "again": BrokenOnce}.get(kind)
         made = made or (lambda layers: Wrong(layers, kind))
         module = made(stage.layers) if rank == where else Layers(stage.layers)
-        data = _inputs(2)
+        num = {"few": 1, "ranks": 2 + rank}.get(kind, world)
+        data = _inputs(world)
         like = data["inputs"][0]
+        start = time.monotonic()
         try:
             pipeline = Pipeline(
                 make_stages(ParallelConfig(), NUM_LAYERS) if kind == "one stage" else stages,
                 {} if kind == "no module" and rank == 1 else {rank: module},
                 mesh,
-                num_micro_batches={"few": 1, "ranks": 2 + rank}.get(kind, 2),
+                num_micro_batches=num,
                 input_like=like.float() if kind == "ranks" and rank == 1 else like,
                 hidden_like=like,
-                loss=lambda out, target: (out - target).sum(),
+                loss=_broken_loss if kind == "loss" else lambda out, target: (out - target).sum(),
             )
             if kind == "lengths":
                 data["inputs"][1] = torch.randn(BATCH + 1, WIDTH, dtype=torch.float64)
@@ -237,44 +246,58 @@ def _fail(rank: int, world: int, kind: str) -> tuple[str, str]:
             elif kind == "other lengths":
                 data = {name: [one[:1] for one in tensors] for name, tensors in data.items()}
             elif (kind, rank) in {("late", 1), ("late in evaluation", 0)}:
-                return "", ""
-            with torch.set_grad_enabled(kind != "late in evaluation"):
+                return "", "", 0.0
+            with torch.set_grad_enabled(kind not in ("evaluation", "late in evaluation")):
                 pipeline.run(**data)
             with torch.no_grad():
                 pipeline.run(**data)
         except Exception as error:
             if kind == "again" and rank == 0 and str(error) == "first time":
-                time.sleep(5)  # until the peer has given up
                 try:
                     pipeline.run(**data)
                 except Exception as later:
-                    return type(later).__name__, str(later)
-            return type(error).__name__, str(error)
-    return "", ""
+                    error = later
+            cause = f" from {error.__cause__!r}" if error.__cause__ else ""
+            return type(error).__name__, f"{error}{cause}", time.monotonic() - start
+    return "", "", 0.0
 
 
 @pytest.mark.parametrize(
-    ("kind", "broken", "name", "text"),
+    ("kind", "world", "broken", "name", "text"),
     [
-        ("forward", 1, "ValueError", "expert ids that do not exist"),
-        ("backward", 1, "KeyError", "broken backward"),
+        ("forward", 4, 3, "ValueError", "expert ids that do not exist"),
+        ("evaluation", 4, 1, "ValueError", "expert ids that do not exist"),
+        ("backward", 2, 1, "KeyError", "'broken backward'"),
+        ("loss", 2, 1, "IndexError", "no such word from KeyError('its cause')"),
         (
             "dtype",
+            2,
             0,
             "ValueError",
             "stage 0 returned (3, 6) of torch.float32, and hidden_like is (3, 6) of torch.float64",
         ),
-        ("shape", 0, "ValueError", "stage 0 returned (3, 3) of torch.float64, and hidden_like is (3, 6)"),
+        (
+            "shape",
+            2,
+            0,
+            "ValueError",
+            "stage 0 returned (3, 3) of torch.float64, and hidden_like is (3, 6) of torch.float64",
+        ),
     ],
 )
-def test_what_a_stage_raises_keeps_its_type_and_its_peer_names_the_axis(
-    pool: RankPool, kind: str, broken: int, name: str, text: str
+def test_what_a_rank_raises_keeps_its_type_and_its_peers_end_at_once_and_name_it(
+    pool: RankPool, kind: str, world: int, broken: int, name: str, text: str
 ) -> None:
-    results = pool.run(_fail, 2, kind)
-    assert results[broken][0] == name
-    assert text in results[broken][1]
-    assert results[1 - broken][0] == CollectiveError.__name__
-    assert "'pipeline' axis (ranks 0, 1)" in results[1 - broken][1]
+    results = pool.run(_fail, world, kind)
+    axis = f"'pipeline' axis (ranks {', '.join(map(str, range(world)))})"
+    for rank, (found, message, seconds) in enumerate(results):
+        assert seconds < 5  # of 30
+        if rank == broken:
+            assert found == name
+            assert message == text
+        else:
+            assert found == CollectiveError.__name__
+            assert f"{axis} failed on rank {rank}: rank {broken} raised {name}: {text.split(' from ')[0]}" in message
 
 
 def test_a_later_run_does_not_raise_what_an_earlier_one_did(pool: RankPool) -> None:
@@ -337,7 +360,7 @@ def test_a_late_peer_is_an_error_that_names_the_axis(pool: RankPool, kind: str, 
     ],
 )
 def test_what_does_not_fit_is_refused_on_all_ranks(pool: RankPool, kind: str, texts: list[str]) -> None:
-    for name, message in pool.run(_fail, 2, kind):
+    for name, message, _ in pool.run(_fail, 2, kind):
         assert name == "ValueError"
         for text in texts:
             assert text in message

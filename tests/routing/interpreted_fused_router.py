@@ -113,12 +113,16 @@ def test_bad_rows_are_as_in_the_reference(score, renormalize, biased):
         torch.testing.assert_close(ours.scores_TE, expected.scores_TE, equal_nan=True)
 
 
-def test_a_bias_that_is_nan_ranks_its_expert_last():
+@pytest.mark.parametrize(("value", "num_bad"), [(NAN, 6), (-INF, 0)])
+def test_a_bias_that_is_nan_ranks_its_expert_last_and_makes_every_token_bad(value, num_bad):
     case = FusedCase(tokens=9, width=20, experts=9, top_k=8, score="sigmoid")
     x_TD, weight_ED, *_ = inputs(case)
+    is_real_T = torch.arange(9) % 3 > 0
     bias_E = torch.zeros(9)
-    bias_E[4] = NAN
-    assert fused(case, x_TD, weight_ED, bias_E, None).counts_E.tolist() == [9, 9, 9, 9, 0, 9, 9, 9, 9]
+    bias_E[4] = value
+    routing = fused(case, x_TD, weight_ED, bias_E, is_real_T)
+    assert routing.counts_E.tolist() == [6, 6, 6, 6, 0, 6, 6, 6, 6]
+    assert routing.num_bad.item() == num_bad
 
 
 def test_sigmoids_that_underflow():

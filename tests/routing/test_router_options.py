@@ -164,6 +164,23 @@ def test_bad_logits_give_valid_ids_a_count_and_no_harm_to_other_tokens(make_logi
     assert masked.scores_TE.isfinite().all()
 
 
+@pytest.mark.parametrize("options", [{}, {"score_function": "sigmoid"}, {"num_groups": 3, "chosen_groups": 3}], ids=str)
+def test_a_bias_that_is_nan_ranks_its_expert_last_and_makes_every_token_bad(make_logits, options):
+    logits_TE, is_real_T = make_logits(7, 6).detach(), torch.arange(7) != 2
+    config = RouterConfig(d_model=1, num_experts=6, top_k=5, selection_bias=True, **options)
+    for value, num_bad in ((float("nan"), 7), (-float("inf"), 0)):
+        bias_E = torch.zeros(6)
+        bias_E[4] = value
+        routing = route(logits_TE, config, selection_bias_E=bias_E)
+        assert routing.counts_E.tolist() == [7, 7, 7, 7, 0, 7]
+        assert routing.sums.num_bad.item() == num_bad
+        masked = route(logits_TE, config, selection_bias_E=bias_E, is_real_T=is_real_T)
+        assert masked.sums.num_bad.item() == max(0, num_bad - 1)
+    # A token that is bad by itself as well counts once.
+    logits_TE[1, 3] = bias_E[4] = float("nan")
+    assert route(logits_TE, config, selection_bias_E=bias_E).sums.num_bad.item() == 7
+
+
 def test_a_bad_weight_or_token_is_counted_by_the_module_too():
     router = make_router()
     x_TD = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))

@@ -16,8 +16,11 @@ import torch
 import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# Ranks are forked from a server that has imported these already; one that is not installed is passed over.
-_CONTEXT.set_forkserver_preload(["torch.distributed", "coterie_parallel", "coterie_trainer.training"])
+# Ranks are forked from a server that has imported these already; one that is not installed is passed over. Pipelining
+# brings the compiler, which torch imports with the first checkpoint or optimizer of a process, seconds in each rank.
+_CONTEXT.set_forkserver_preload(
+    ["pytest", "torch.distributed.pipelining", "coterie_parallel.conformance", "coterie_trainer.training"]
+)
 
 
 class RankFailedError(AssertionError):

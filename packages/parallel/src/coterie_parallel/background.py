@@ -20,6 +20,7 @@ class Ticket:
         self._job = job
         self._pending: Pending | None = None
         self._event: torch.cuda.Event | None = None
+        self._device = None if stream is None else stream.device
         with torch.no_grad():
             if stream is None:
                 self._pending = next(job)
@@ -39,7 +40,7 @@ class Ticket:
     def wait(self) -> None:
         """Finish the job (CPU), or let the current stream wait for it (GPU); a second call changes nothing."""
         if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            torch.cuda.current_stream(self._device).wait_event(self._event)
         with torch.no_grad():
             while self._pending is not None:
                 self._pending.wait()

@@ -47,6 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.ranks < 1:
         parser.error(f"--ranks ({options.ranks}) must be at least 1")
+    if not options.timeout_s > 0:
+        parser.error(f"--timeout-s ({options.timeout_s:g}) must be above 0")
     try:
         dispatcher = _dispatcher(options.name)
         wishes = _wishes(options.option)
@@ -118,8 +120,14 @@ def _wishes(settings: Sequence[str]) -> DispatchOptions | None:
             if value not in ("true", "false"):
                 raise ValueError(f"--option ({setting!r}) must have the value true or false")
             table[name] = value == "true"
+        elif name in table:
+            raise ValueError(f"--option ({setting!r}) is given twice")
         else:
-            table[name] = type(known[key])(value)
+            try:
+                table[name] = type(known[key])(value)
+            except ValueError:
+                kind = "an integer" if isinstance(known[key], int) else "a number"
+                raise ValueError(f"--option ({setting!r}) must have {kind} as its value") from None
     if of_deep_ep:
         chosen["deep_ep"] = DeepEPOptions(**of_deep_ep)
     return DispatchOptions(**chosen) if chosen else None

@@ -7,6 +7,7 @@ __all__ = ["Guarantees", "RowOrder", "Sizes"]
 
 RowOrder = Literal["contract", "any"]
 Sizes = Literal["any", "first"]
+_MOST_ROUNDINGS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +42,11 @@ class Guarantees:
             found.append(f"row_order ({self.row_order!r}) must be one of: contract, any")
         if not 0 <= self.row_error < 1:
             found.append(f"row_error ({self.row_error}) must be at least 0 and below 1, where nothing would be left")
-        if self.sum_roundings < 1:
-            found.append(f"sum_roundings ({self.sum_roundings}) must be at least 1, which is the contract")
+        if not isinstance(self.sum_roundings, int) or not 1 <= self.sum_roundings <= _MOST_ROUNDINGS:
+            found.append(
+                f"sum_roundings ({self.sum_roundings}) must be an integer from 1, which is the contract, "
+                f"to {_MOST_ROUNDINGS}"
+            )
         if self.sizes not in ("any", "first"):
             found.append(f"sizes ({self.sizes!r}) must be one of: any, first")
         return found

@@ -154,10 +154,12 @@ class Bucket:
             parameter.grad = None
 
     def borrow(self) -> None:
-        """Take the gradients as pieces from where autograd has left them; none is zero."""
+        """Take the gradients as pieces from where autograd has left them; none is zero, one with gaps is copied."""
         for name, parameter in self.parameters.items():
             grad = parameter.grad
-            self.pieces[name] = self.shard.new_zeros(parameter.numel()) if grad is None else grad.detach().reshape(-1)
+            self.pieces[name] = (
+                self.shard.new_zeros(parameter.numel()) if grad is None else grad.detach().reshape(-1).contiguous()
+            )
 
     def fill(self) -> Tensor:
         """Return the buffer with the gradients of all parameters in it: ``main_grad`` plus ``grad``; none is zero."""

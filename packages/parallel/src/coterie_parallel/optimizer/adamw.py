@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 
 import torch
@@ -22,6 +23,11 @@ def kernels_of(device: torch.device) -> ModuleType | None:
     from coterie_parallel.optimizer import triton_adamw
 
     return triton_adamw
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Let Triton launch on this device, which need not be the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class AdamWStep:
@@ -51,19 +57,20 @@ class AdamWStep:
             self._update_by_torch(state, factors, decays)
             return False
         weights = state.rounded()
-        for name, main in state.main.items():
-            self._kernels.adamw_(
-                main,
-                state.bucket.pieces[name],
-                *(state.moments[moment][name] for moment in MOMENTS),
-                weights[name],
-                scales=self._scales,
-                is_skipped=self._is_skipped,
-                rate=self._rate * factors[name],
-                decay=decays[name],
-                betas=self._config.betas,
-                eps=self._config.eps,
-            )
+        with _on(self._step.device):
+            for name, main in state.main.items():
+                self._kernels.adamw_(
+                    main,
+                    state.bucket.pieces[name],
+                    *(state.moments[moment][name] for moment in MOMENTS),
+                    weights[name],
+                    scales=self._scales,
+                    is_skipped=self._is_skipped,
+                    rate=self._rate * factors[name],
+                    decay=decays[name],
+                    betas=self._config.betas,
+                    eps=self._config.eps,
+                )
         return True
 
     def _update_by_torch(self, state: ShardState, factors: Mapping[str, float], decays: Mapping[str, float]) -> None:

@@ -29,17 +29,15 @@ class ShardState:
         self.bucket = bucket
         layout, device = bucket.layout, bucket.shard.device
         self.is_fp32 = layout.dtype == torch.float32
-        parts = {slot.name: layout.piece(slot, bucket.index) for slot in layout.slots}
-        self.starts = {name: first for name, (first, _) in parts.items()}
-        own = {name: bucket.parameters[name].detach().view(-1)[first:last] for name, (first, last) in parts.items()}
+        self._parts = {slot.name: layout.piece(slot, bucket.index) for slot in layout.slots}
+        self.starts = {name: first for name, (first, _) in self._parts.items()}
         self._flat_main: Tensor | None = None
-        self._sent: Tensor | None = None
         if self.is_fp32:
-            self.main = own
+            self.main = self._own()
         else:
             self._flat_main = torch.zeros(layout.shard_numel, dtype=torch.float32, device=device)
             self.main = bucket.cut(self._flat_main)
-            torch._foreach_copy_(list(self.main.values()), list(own.values()))
+            torch._foreach_copy_(list(self.main.values()), list(self._own().values()))
         self.flat_moments = {
             moment: torch.zeros(layout.shard_numel, dtype=moments_dtype, device=device) for moment in moment_names
         }
@@ -47,12 +45,7 @@ class ShardState:
 
     def rounded(self) -> dict[str, Tensor | None]:
         """Return, by name, where to write the rounded piece for the next `publish`, 1-D; None for an fp32 parameter."""
-        if self.is_fp32:
-            return dict.fromkeys(self.main)
-        if self.bucket.axis is None:
-            return {name: parameter.detach().view(-1) for name, parameter in self.bucket.parameters.items()}
-        self._sent = self._new_sent()
-        return dict(self.bucket.cut(self._sent))
+        return dict.fromkeys(self.main) if self.is_fp32 else dict(self._own())
 
     def publish(self, *, is_rounded: bool = False) -> Job | None:
         """Write the main weights to the parameters of all ranks: at once, or by the job that is returned.
@@ -60,7 +53,7 @@ class ShardState:
         ``is_rounded``: where `rounded` told to write them, they are already.
         """
         if self.bucket.axis is not None:
-            return self._gather()
+            return self._gather(is_rounded=is_rounded)
         if self._flat_main is not None and not is_rounded:
             self._write(self._flat_main)
         return None
@@ -84,22 +77,21 @@ class ShardState:
             tensor=piece, offsets=(index * numel + self.starts[name],), global_shape=(math.prod([size, numel]),)
         )
 
-    def _new_sent(self) -> Tensor:
-        return self.bucket.shard.new_empty(self.bucket.layout.shard_numel, dtype=self.bucket.layout.dtype)
+    def _own(self) -> dict[str, Tensor]:
+        """Return this rank's pieces of the parameters, as views, 1-D."""
+        parameters = self.bucket.parameters
+        return {name: parameters[name].detach().view(-1)[first:last] for name, (first, last) in self._parts.items()}
 
-    def _gather(self) -> Job:
-        axis, sent = self.bucket.axis, self._sent
+    def _gather(self, *, is_rounded: bool) -> Job:
+        layout, axis = self.bucket.layout, self.bucket.axis
         assert axis is not None
-        self._sent = None
-        if sent is not None:
-            if sent.is_cuda:
-                sent.record_stream(torch.cuda.current_stream(sent.device))
-        elif self._flat_main is not None:
-            sent = self._new_sent().copy_(self._flat_main)
+        # Made by the job, one bucket after the other: what is sent lives no longer than its exchange.
+        sent = self.bucket.shard.new_empty(layout.shard_numel, dtype=layout.dtype)
+        if is_rounded or self._flat_main is None:
+            torch._foreach_copy_(list(self.bucket.cut(sent).values()), list(self._own().values()))
         else:
-            sent = self._new_sent()
-            torch._foreach_copy_(list(self.bucket.cut(sent).values()), list(self.main.values()))
-        whole = sent.new_empty(self.bucket.layout.numel)
+            sent.copy_(self._flat_main)
+        whole = sent.new_empty(layout.numel)
         yield start_all_gather(whole, sent, axis)
         self._write(whole)
 
