@@ -129,7 +129,6 @@ def check_memory(moments: str) -> Row:
     before = torch.cuda.memory_allocated()
     named, optimizer = ours(moments)
     held = torch.cuda.memory_allocated() - before
-    torch.cuda.reset_peak_memory_stats()
     give_gradients([parameter.main_grad for parameter in named.values()], 0)
     torch.cuda.reset_peak_memory_stats()
     optimizer.step(RATE)

@@ -172,6 +172,7 @@ def test_the_conformance_command_says_what_is_wrong(capsys: pytest.CaptureFixtur
         (["rowwise", "--option", "overlap=1"], "must have the value true or false"),
         (["rowwise", "--option", "capacity_factor=much"], "must have a number as its value"),
         (["rowwise", "--option", "saved_rows=copy", "--option", "saved_rows=lease"], "is given twice"),
+        (["rowwise", "--option", "overlap=true", "--option", "overlap=false"], "is given twice"),
         (["rowwise", "--timeout-s", "0"], "--timeout-s (0) must be above 0"),
     ],
 )

@@ -243,18 +243,13 @@ def norm_rows(case: Case, setup: Setup) -> Iterator[Row]:
 # The step's own parts: the modules of its model, with its optimizer
 
 
-def moe_pass(moe: MoE, x_TD: Tensor, grad_TD: Tensor, *, direct: bool = False) -> Callable[[], Tensor]:
-    """Return forward and backward of the block; ``direct``: the experts gather and sum themselves, no dispatcher."""
+def moe_pass(moe: MoE, x_TD: Tensor, grad_TD: Tensor) -> Callable[[], Tensor]:
+    """Return forward and backward of the block."""
     is_real_T = torch.ones(len(x_TD), dtype=torch.bool, device=x_TD.device)
 
     def run() -> Tensor:
         x_TD.grad = None
-        if direct:
-            routing = moe.router(x_TD, is_real_T)
-            y_TD = moe.experts.forward_tokens(x_TD, routing.ids_TK, routing.weights_TK)
-            y_TD = y_TD if moe.shared is None else y_TD + moe.shared(x_TD)
-        else:
-            y_TD, _ = moe(x_TD, is_real_T)
+        y_TD, _ = moe(x_TD, is_real_T)
         y_TD.backward(grad_TD)
         return y_TD.detach()
 
@@ -345,23 +340,20 @@ def step_rows(case: Case, setup: Setup) -> Iterator[Row]:
 
 
 def graph_rows(case: Case, setup: Setup) -> Iterator[Row]:
-    """Run the MoE block of one layer by the router's own choice: eager, in a CUDA graph, and without a dispatcher."""
+    """Run the MoE block of one layer by the router's own choice, eager and in a CUDA graph."""
     one = replace(case, spec=replace(case.spec, num_layers=1))
     model, _, _ = make_step(one, replace(setup, load="router"))
     moe = model.layers[0].moe
     torch.manual_seed(0)
     x_TD = torch.randn(case.tokens, case.spec.d_model, device=setup.device).to(setup.dtype).requires_grad_()
     grad_TD = torch.randn_like(x_TD)
-    for direct in (False, True):
-        name = "MoE block" + (", experts gather themselves" if direct else "")
-        run = moe_pass(moe, x_TD, grad_TD, direct=direct)
-        yield say(measured(f"{name}, eager", run, setup.device))
-        if setup.device == "cpu":
-            continue
+    run = moe_pass(moe, x_TD, grad_TD)
+    yield say(measured("MoE block, eager", run, setup.device))
+    if setup.device == "cuda":
         try:
-            yield say(captured_row(name, moe, run, x_TD))
+            yield say(captured_row("MoE block", moe, run, x_TD))
         except RuntimeError as problem:
-            yield say({"name": f"{name}, CUDA graph", "cannot": str(problem).splitlines()[0]})
+            yield say({"name": "MoE block, CUDA graph", "cannot": str(problem).splitlines()[0]})
     model.close()
 
 

@@ -116,12 +116,12 @@ def _wishes(settings: Sequence[str]) -> DispatchOptions | None:
         if not equals or key not in known:
             raise ValueError(f"--option ({setting!r}) must be KEY=VALUE with one of the keys {', '.join(known)}")
         table, name = (of_deep_ep, key.partition(".")[2]) if "." in key else (chosen, key)
+        if name in table:
+            raise ValueError(f"--option ({setting!r}) is given twice")
         if isinstance(known[key], bool):
             if value not in ("true", "false"):
                 raise ValueError(f"--option ({setting!r}) must have the value true or false")
             table[name] = value == "true"
-        elif name in table:
-            raise ValueError(f"--option ({setting!r}) is given twice")
         else:
             try:
                 table[name] = type(known[key])(value)

@@ -43,7 +43,7 @@ def _squares(grad: Tensor) -> list[Tensor]:
         if grad.dtype == torch.float32 and grad.is_contiguous() and importlib.util.find_spec("triton") is not None:
             from coterie_parallel.gradients.triton_norm import sum_of_squares
 
-            with torch.cuda.device(grad.device):  # where Triton launches
+            with torch.cuda.device_of(grad):  # type: ignore[no-untyped-call]  # where Triton launches
                 return [sum_of_squares(grad)]
         return [torch.linalg.vector_norm(grad, dtype=torch.float64).square()]
     # On a CPU torch would copy all of it to fp64 first, into fresh memory. One small copy stays in the cache.

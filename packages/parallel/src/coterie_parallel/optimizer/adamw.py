@@ -2,7 +2,6 @@
 
 import importlib.util
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 
 import torch
@@ -23,11 +22,6 @@ def kernels_of(device: torch.device) -> ModuleType | None:
     from coterie_parallel.optimizer import triton_adamw
 
     return triton_adamw
-
-
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Let Triton launch on this device, which need not be the current one."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class AdamWStep:
@@ -57,7 +51,7 @@ class AdamWStep:
             self._update_by_torch(state, factors, decays)
             return False
         weights = state.rounded()
-        with _on(self._step.device):
+        with torch.cuda.device_of(self._step):  # type: ignore[no-untyped-call]  # where Triton launches
             for name, main in state.main.items():
                 self._kernels.adamw_(
                     main,
