@@ -242,9 +242,10 @@ def kernels(size: Size) -> Calls:
 
 
 def compile_ahead(name: str) -> str:
-    """Run a layer, or the kernels, on few tokens in a process of its own: what is compiled is then on the disk."""
+    """Run a layer, or the kernels, on fewer tokens in a process of its own: what is compiled is then on the disk."""
     start = time.monotonic()
-    small = replace(SIZE, T=512)
+    # Of the same class of shapes.
+    small = replace(SIZE, T=1024 * SIZE.E // SIZE.K)
     try:
         if name == "kernels":
             working(kernels(small))

@@ -1,15 +1,18 @@
 """The experts on one GPU: `python3 tests/experts/gpu_experts.py`, with torch and triton.
 
 Holds the Triton back-end to the reference: values and gradients in bfloat16, the same bits 20 times, no wait for the
-host, capture in a CUDA graph and replay with other ids, the conformance suite, other activations and biases at the
-widths of models, and sizes beyond 2^31. The first fault raises. `gpu_opponents.py` has the times. What compiles many
-kernels runs in several processes (`--workers`); `--only conformance,activations` leaves out the rest.
+host, capture in a CUDA graph and replay with other ids, the conformance suite (its cases as they are, and in widths
+that the specialised kernels do), other activations and biases at the widths of models, and sizes beyond 2^31; all of it
+with the specialised kernels, part of it with the plain ones, where a table has no rings and where Triton has no Gluon,
+which gives the same bits. The first fault raises. `gpu_opponents.py` has the times. What compiles many kernels runs in
+several processes (`--workers`); `--only conformance,activations` leaves out the rest.
 """
 
 import argparse
 import site
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
@@ -20,8 +23,10 @@ from gpu_cases import DEVICE, SIZES, Size, build, make, random_ids
 import torch
 from coterie_experts import ExpertsConfig, GroupedExperts
 from coterie_experts.conformance import CASES, TOKEN_CASES, conformance_problems
+from coterie_experts.grouped_swiglu import choose_backend, specialised
 from coterie_experts.grouped_swiglu import triton_launch as launch
 from coterie_experts.grouped_swiglu.triton_forward import sum_rows_of_tokens
+from coterie_experts.tables import KERNELS, TileTable, capability_of, shape_class
 from coterie_experts.token_rows import sort_slots
 from torch import Tensor
 
@@ -32,7 +37,10 @@ CHECKED = (
     Size("one expert", 300, 128, 256, 1, 1),
     Size("all experts", 100, 128, 128, 4, 4),
     Size("one token", 1, 256, 256, 8, 2),
+    Size("several tiles", 3000, 1024, 640, 6, 3),
 )
+# The suite in widths that every specialised kernel does, with a remainder of the hidden units.
+WIDE = {"d_model": 256, "d_hidden": 264}
 # The widths of gpt-oss-20b and of a layer of Nemotron-H's kind: name, activation, biases.
 ACTIVATIONS = (
     (Size("gpt-oss", 1024, 2880, 2880, 32, 4), "swiglu_clamped", True),
@@ -42,31 +50,70 @@ ACTIVATIONS = (
 LONG = ((299_594, 7168, 128), (1_048_704, 64, 2048))
 
 
-def run(size: Size, backend: str, values: list[Tensor]) -> tuple[Tensor, ...]:
+@contextmanager
+def without_gluon() -> Iterator[None]:
+    """Let the package find that the specialised kernels cannot run."""
+    plain = specialised.obstacle
+    specialised.obstacle = lambda device: "they are left out here"
+    try:
+        choice = choose_backend("triton", d_model=64, d_hidden=64, dtype=torch.bfloat16, device=DEVICE)
+        assert choice.reason.endswith("the plain kernels alone: they are left out here"), choice.reason
+        yield
+    finally:
+        specialised.obstacle = plain
+
+
+def without_rings(size: Size) -> TileTable:
+    """Return a table by which a layer of this size has no specialised kernels."""
+    name = shape_class(size.D, size.H, num_rows=size.T * size.K, num_experts=size.E)
+    tiles = {name: {kernel: {"ring": 0} for kernel in KERNELS}}
+    return TileTable(capability=capability_of(DEVICE), dtype="bfloat16", tiles=tiles)
+
+
+def run(size: Size, backend: str, values: list[Tensor], table: TileTable | None = None) -> tuple[Tensor, ...]:
     x, ids, weights, gate_up, down, grad_y = values
     experts = build(size, backend, gate_up, down)
+    # What a config reads from a file.
+    experts._table = table
     x, weights = x.clone().requires_grad_(), weights.clone().requires_grad_()
     y = experts.forward_tokens(x, ids, weights)
     y.backward(grad_y)
     return y.detach(), x.grad, weights.grad, experts.gate_up.grad, experts.down.grad
 
 
-def check_values() -> None:
+def check_values(size: Size) -> str:
     """Allow twice the error of the reference in bfloat16, by norm."""
-    for size in (*CHECKED, replace(SIZES["olmoe"], T=2048), replace(SIZES["qwen3-30b"], T=1024)):
-        values = make(size, "zipf")
-        if size.name == "uneven":
-            values[1][::5, 1] = -1
-            values[2][3] = 0.0
-        wide = [value.double() if value.is_floating_point() else value for value in values]
-        exact = run(size, "reference", wide)
-        plain, ours = run(size, "reference", values), run(size, "triton", values)
-        ratios = []
-        for name, one, baseline, truth in zip(NAMES, ours, plain, exact, strict=True):
-            error, allowed = ((got.double() - truth).norm().item() for got in (one, baseline))
-            assert error <= 2 * allowed + 1e-6 * truth.norm().item(), (size.name, name, error, allowed)
-            ratios.append(error / max(allowed, 1e-30))
-        print(f"check {size.name}: error / error of the reference {[round(ratio, 2) for ratio in ratios]}", flush=True)
+    values = make(size, "zipf")
+    if size.name == "uneven":
+        values[1][::5, 1] = -1
+        values[2][3] = 0.0
+    wide = [value.double() if value.is_floating_point() else value for value in values]
+    exact = run(size, "reference", wide)
+    plain, ours = run(size, "reference", values), run(size, "triton", values)
+    ratios = []
+    for name, one, baseline, truth in zip(NAMES, ours, plain, exact, strict=True):
+        error, allowed = ((got.double() - truth).norm().item() for got in (one, baseline))
+        assert error <= 2 * allowed + 1e-6 * truth.norm().item(), (size.name, name, error, allowed)
+        ratios.append(error / max(allowed, 1e-30))
+    return f"check {size.name}: error / error of the reference {[round(ratio, 2) for ratio in ratios]}"
+
+
+def check_plain_kernels(size: Size) -> str:
+    """The same bits without the specialised kernels, for both reasons; gradients of row weights up to rounding."""
+    obstacle = specialised.obstacle(DEVICE)
+    assert obstacle is None, obstacle
+    values = make(size, "zipf")
+    ours = run(size, "triton", values)
+    with without_gluon():
+        others = [run(size, "triton", values)]
+    others.append(run(size, "triton", values, without_rings(size)))
+    for other in others:
+        for name, one, plain in zip(NAMES, ours, other, strict=True):
+            if name == "grad weights":
+                torch.testing.assert_close(one, plain, rtol=1e-4, atol=1e-5 * float(plain.abs().max()))
+            else:
+                assert torch.equal(one, plain), (size.name, name)
+    return f"check {size.name}: the same bits with plain kernels"
 
 
 def check_promises() -> None:
@@ -230,14 +277,23 @@ def check_activation(size: Size, activation: str, bias: bool) -> str:
 
 
 def check_part_of_the_suite(backend: str, number: int, parts: int) -> str:
-    """Run every `parts`-th case of the package's suite, in bfloat16."""
-    found = conformance_problems(
-        backend,
-        device=DEVICE,
-        dtype=torch.bfloat16,
-        cases=CASES[number::parts],
-        token_cases=TOKEN_CASES[number::parts],
-    )
+    """Run every `parts`-th case of the package's suite in bfloat16; those of ours wide too, and by plain kernels."""
+    cases, token_cases = CASES[number::parts], TOKEN_CASES[number::parts]
+
+    def problems(**widths: int) -> list[str]:
+        return conformance_problems(
+            backend,
+            device=DEVICE,
+            dtype=torch.bfloat16,
+            cases=[replace(case, **widths) for case in cases],
+            token_cases=[replace(case, **widths) for case in token_cases],
+        )
+
+    found = problems()
+    if backend == "triton":
+        found += [f"wide: {text}" for text in problems(**WIDE)]
+        with without_gluon():
+            found += [f"plain kernels: {text}" for text in problems()]
     assert not found, "\n".join(found)
     return f"check: conformance of {backend}, part {number + 1} of {parts}"
 
@@ -273,9 +329,11 @@ def main() -> None:
                 partial(check_part_of_the_suite, backend, number, arguments.workers)
                 for number in range(arguments.workers)
             ]
+    if "values" in only:
+        sizes = (*CHECKED, replace(SIZES["olmoe"], T=2048), replace(SIZES["qwen3-30b"], T=1024))
+        jobs += [partial(check, size) for size in sizes for check in (check_values, check_plain_kernels)]
     in_processes(jobs, arguments.workers, arguments.packages)
     if "values" in only:
-        check_values()
         check_rows_in_order()
         check_promises()
     if "long" in only:

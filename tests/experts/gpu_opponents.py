@@ -276,8 +276,10 @@ def compile_ahead(job: tuple[str, str]) -> str:
     size = SIZES[size_name]
     start = time.monotonic()
     try:
-        # The shapes of torch.compile are static; the kernels of the others do not know the number of tokens.
-        values = make(size if name == "compiled" else replace(size, T=512))
+        # The shapes of torch.compile are static; the kernels of the others do not know the number of tokens, but for
+        # the class of shapes, which our tiles depend on.
+        few = min(size.T, max(512, 1024 * size.E // size.K))
+        values = make(size if name == "compiled" else replace(size, T=few))
         function = contender(name, None)
         both(function, values, leaves_of(values))
         forward_alone(function, values)

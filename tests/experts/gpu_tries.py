@@ -1,12 +1,12 @@
-"""What else could be done to the Triton kernels: `python3 tests/experts/gpu_tries.py [--only PARTS] [--json FILE]`.
+"""The specialised kernels beside the plain ones: `python3 tests/experts/gpu_tries.py [--only PARTS] [--json FILE]`.
 
-Each part holds variants of some kernels, in Gluon in `specialised_*.py`, to the kernels of the package and then times
-them beside those, one call of each in turn; what is expected of them is printed beside what is measured.
+Each part holds specialised kernels of the package, with rings of several lengths, to the plain ones, bit by bit where
+that is promised, and then times them beside those, one call of each in turn.
 
 A fault in a barrier is a kernel that never ends, and it holds up whatever else runs on the device. So all is compiled
-first, where no variant runs; then each variant takes small steps with nothing beside it: one tile a program, several,
-all programs. The first step that does not end is named, with where the warps of a program stand, and the process ends.
-Only variants that took all steps are timed.
+first, where no specialised kernel runs; then each variant takes small steps with nothing beside it: one tile a program,
+several, all programs. The first step that does not end is named, with where the warps of a program stand, and the
+process ends. Only variants that took all steps are timed.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, untyped-decorator, no-untyped-call"
@@ -19,225 +19,195 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from functools import partial
+from concurrent.futures import ProcessPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 
-from gpu_cases import SIZES, Size, make
+from gpu_cases import SIZES, Size
 from gpu_opponents import in_turn
 
 # isort: split
 import torch
-import torch.nn.functional as F
-import triton
-from coterie_experts import Activation
-from coterie_experts.grouped_swiglu import triton_launch as launch
-from coterie_experts.grouped_swiglu.triton_layout import PaddedLayout, pad_rows
-from coterie_experts.grouped_swiglu.triton_tiles import Tile, TileSet, choose_tiles
-from coterie_experts.token_rows import sort_slots
-from specialised_gradients import weight_gradient_specialised
-from specialised_products import ENDED, multiply_specialised
-from specialised_up import up_specialised
+from specialised_cases import Changes, Kernel, Problem, Results, by_torch, comparable, fits, run
 from support.device_timing import about, write_json
-from torch import Tensor
 
 # Two sums of the same products in another order, rounded once each, differ by less than this by norm.
 ROUNDING = 2.0**-8
-# What is compiled depends on the rows of an expert, not on the number of experts.
-EXPERTS = 16
 # Seconds that a small step may take. They take a millisecond.
 PATIENCE = 3.0
-Settings = dict[str, int | bool]
+HOW = "tile * 1000 + step of two halves and loads, -1 not begun, -2 ended, of four programs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """Changes of a tile, its ring among them, and further arguments of the launch."""
+
+    tile: Changes
+    more: Changes = field(default_factory=dict)
+
+
+PLAIN = Variant(tile={"ring": 0})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Variants of some kernels.
+    """Some kernels and what is tried with them.
 
     Attributes:
-        kernels: of the package, as `TileSet` has them.
-        variants: settings by name.
-        expected: of each variant before the run: its time over today's.
+        timed: what is timed.
+        stepped: what else takes small steps.
+        variants: those of the specialised kernels, by name.
+        expected: their times over the plain kernels' before the run.
     """
 
-    kernels: tuple[str, ...]
-    variants: dict[str, Settings]
-    expected: dict[str, str]
+    timed: tuple[Kernel, ...]
+    stepped: tuple[Kernel, ...] = ()
+    variants: dict[str, Variant]
+    expected: str
 
 
-GATHERING: dict[str, Settings] = {
-    "3 stages": {"stages": 3, "fenced": True},
-    "4 stages": {"stages": 4, "fenced": True},
-    # What Triton itself makes of a gather: nothing orders the copies of threads and `wgmma`.
-    "4 stages unfenced": {"stages": 4, "fenced": False},
-}
+RINGS = {"3 stages": Variant(tile={"ring": 3}), "4 stages": Variant(tile={"ring": 4})}
+OTHERS: tuple[dict[str, object], ...] = (
+    {"has_bias": True},
+    {"activation": "swiglu_clamped", "has_bias": True},
+    {"activation": "relu_squared"},
+    {"activation": "relu_squared", "has_bias": True},
+)
 PARTS = {
-    "products": Part(
-        kernels=("down", "grad_rows"),
-        variants={"3 stages": {"stages": 3}, "4 stages": {"stages": 4}},
-        expected={
-            "3 stages": "0.98",
-            "4 stages": "0.95 to 0.97: 725 TFLOP/s (olmoe), 690 (dsv3), since ends of tiles are hidden",
-        },
+    "hidden": Part(
+        timed=(Kernel(name="grad_hidden"),),
+        stepped=tuple(Kernel(name="grad_hidden", **other) for other in ({"overwrites": True}, *OTHERS)),
+        variants={f"{parts} parts": Variant(tile={"ring": 3, "parts": parts}) for parts in (4, 8)},
+        expected="0.90",
     ),
     "up": Part(
-        kernels=("up",),
-        variants=GATHERING,
-        expected={
-            "3 stages": "0.97",
-            "4 stages": "0.94: 680 TFLOP/s (olmoe), 655 (dsv3); half of a tile's end is hidden",
-            "4 stages unfenced": "0.99 of that with the fence",
-        },
+        timed=(Kernel(name="up"),),
+        stepped=tuple(Kernel(name="up", **other) for other in OTHERS),
+        variants=RINGS,
+        expected="0.88 (olmoe), 0.94 (dsv3), 0.90 (sweep-e128, small-t) with 4 stages",
+    ),
+    "products": Part(
+        timed=(Kernel(name="down"), Kernel(name="down", is_scattered=True), Kernel(name="grad_rows")),
+        stepped=(
+            Kernel(name="down", has_bias=True),
+            Kernel(name="down", has_bias=True, is_scattered=True),
+            Kernel(name="grad_rows", is_scattered=True),
+        ),
+        variants=RINGS,
+        expected="down and grad_rows 0.96 (olmoe), 0.97 and 0.99 (dsv3) with 3 stages; 0.90 small-t with 4",
     ),
     "gradients": Part(
-        kernels=("grad_down", "grad_gate_up"),
-        variants=GATHERING,
-        expected={
-            "3 stages": "0.96",
-            "4 stages": "0.94: 630 TFLOP/s (olmoe, dsv3); 0.88 where a tile has few steps (sweep-e128, small-t)",
-            "4 stages unfenced": "0.99 of that with the fence",
-        },
+        timed=(Kernel(name="grad_down"), Kernel(name="grad_gate_up")),
+        variants=RINGS,
+        expected="0.95 (olmoe), 0.93 and 0.89 (dsv3), 0.90 and 0.87 (sweep-e128), 0.80 (small-t) with 4 stages",
+    ),
+    "main_grad": Part(
+        timed=(Kernel(name="grad_down", has_main_grad=True), Kernel(name="grad_gate_up", has_main_grad=True)),
+        variants=RINGS,
+        expected="0.90",
     ),
 }
-TIMED = ("olmoe", "dsv3-local32", "sweep-e128", "small-t")
-# What a step is, its size, and the programs that take part; None for all.
-STEPS: tuple[tuple[str, Size, int | None], ...] = (
-    ("one tile a program, 2 to 8 steps", Size("first", 128, 256, 256, 1, 1), None),
-    ("one tile a program, 16 or 32 steps", Size("deep", 1024, 1024, 1024, 1, 1), None),
-    ("three programs, several tiles each", Size("deep", 1024, 1024, 1024, 1, 1), 3),
-    ("all programs, several experts", Size("several", 4096, 1024, 512, 8, 2), None),
+# What a step is, its size, the programs that take part (None for all), and the ids.
+STEPS: tuple[tuple[str, Size, int | None, str], ...] = (
+    ("one tile a program, 2 to 8 steps", Size("first", 128, 256, 256, 1, 1), None, "balanced"),
+    ("one tile a program, 16 or 32 steps", Size("deep", 1024, 1024, 1024, 1, 1), None, "balanced"),
+    ("three programs, several tiles each", Size("deep", 1024, 1024, 1024, 1, 1), 3, "balanced"),
+    ("all programs, several experts", Size("several", 4096, 1024, 512, 8, 2), None, "balanced"),
+    ("all programs, gaps, experts without rows", Size("gaps", 1024, 1152, 640, 32, 2), None, "with gaps"),
+    ("widths of no tile", Size("narrow", 500, 328, 200, 5, 2), None, "with gaps"),
 )
 
 
+# The step whose results are compared bit by bit too: that of the timed kernels is not enough, for these have more.
+COMPARED = STEPS[4][1]
+
+
 @dataclass(frozen=True, kw_only=True)
-class Problem:
-    """One case: its layout, its tiles, and rows of random numbers."""
+class Case:
+    """What is timed: a size, the parts it is for, and of what kind ids and kernels are."""
 
     size: Size
-    layout: PaddedLayout
-    tiles: TileSet
-    x: Tensor
-    down: Tensor
-    gate_up: Tensor
-    grad_y: Tensor
-    act_PH: Tensor
-    pre_PU: Tensor
+    parts: tuple[str, ...] = ("hidden", "up", "products", "gradients")
+    kind: str = "balanced"
+    options: dict[str, object] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, size: Size, *, tiles_of: Size) -> "Problem":
-        x, ids, weights, gate_up, down, grad_y = make(size)
-        slots, offsets = sort_slots(ids, size.E)
-        tiles = choose_tiles(
-            interpreted=x.device.type == "cpu",
-            d_model=tiles_of.D,
-            d_hidden=tiles_of.H,
-            num_rows=tiles_of.T * tiles_of.K,
-            num_experts=tiles_of.E,
-        )
-        layout = pad_rows(offsets, weights.flatten(), slot_of_row_N=slots, num_choices=size.K, block=tiles.block_rows)
-        pre = torch.randn(layout.num_padded, 2 * size.H, dtype=x.dtype, device=x.device)
-        weight_P1 = layout.weight_P[:, None]
-        gate, up = pre.chunk(2, 1)
-        act = torch.where(weight_P1 != 0, F.silu(gate.float()) * up * weight_P1, 0.0).to(x.dtype)
-        return cls(
-            size=size,
-            layout=layout,
-            tiles=tiles,
-            x=x,
-            down=down,
-            gate_up=gate_up,
-            grad_y=grad_y,
-            act_PH=act,
-            pre_PU=pre,
-        )
+    def kernels(self, part: str) -> list[Kernel]:
+        # Without repeats: options may make two kernels one.
+        return list(dict.fromkeys(replace(kernel, **self.options) for kernel in PARTS[part].timed))
 
-    @property
-    def num_programs(self) -> int:
-        """Return the programs of a persistent grid."""
-        return launch._num_programs(self.tiles.down, self.x.device)
-
-    @property
-    def rows_N(self) -> Tensor:
-        """Return the padded rows that stand for something."""
-        return self.layout.position_N.long()
-
-    def columns_of_product(self, kernel: str) -> int:
-        """Return how many columns of a product `rows_to_tokens` has at a time."""
-        depth, least = (self.size.H, 1024) if kernel == "down" else (2 * self.size.H, 2048)
-        part = triton.cdiv(self.size.D, triton.cdiv(self.size.D, max(least, depth)))
-        block = getattr(self.tiles, kernel).columns
-        return min(triton.cdiv(part, block) * block, self.size.D)
-
-    def flops(self, kernel: str) -> float:
-        if kernel in ("down", "grad_rows"):
-            depth = self.size.H * (1 if kernel == "down" else 2)
-            return 2.0 * self.size.T * self.size.K * depth * self.columns_of_product(kernel)
-        return self.size.flops * (1 if kernel == "grad_down" else 2) / 3
+    def problem(self, **changes: int) -> Problem:
+        return Problem.of(replace(self.size, **changes), tiles_of=self.size, kind=self.kind)
 
 
-def run(kernel: str, problem: Problem, settings: Settings | None, **more: object) -> tuple[Tensor, ...]:
-    """Return what a kernel of the package gives, or with settings what its variant does."""
-    layout, tile = problem.layout, getattr(problem.tiles, kernel)
-    assert isinstance(tile, Tile)
-    arguments = {} if settings is None else {"num_programs": problem.num_programs, **settings, **more}
-    if kernel == "up":
-        if settings is None:
-            return launch.pre_and_activation(
-                problem.x, layout, problem.gate_up, problem.tiles, activation=Activation(), bias=None
-            )
-        return up_specialised(problem.x, layout, problem.gate_up, tile, **arguments)
-    if kernel in ("down", "grad_rows"):
-        is_down = kernel == "down"
-        rows, weights = (problem.act_PH, problem.down) if is_down else (problem.pre_PU, problem.gate_up)
-        width = problem.columns_of_product(kernel)
-        products = rows.new_empty(layout.num_padded, width)
-        arguments |= {"transposed": is_down, "first": 0, "width": width, "products": products}
-        (launch._multiply if settings is None else multiply_specialised)(rows, weights, layout, tile, **arguments)
-        return (products,)
-    is_down = kernel == "grad_down"
-    gathered, rows = (problem.grad_y, problem.act_PH) if is_down else (problem.x, problem.pre_PU)
-    if settings is None:
-        arguments = {"main_grad": None}
-    function = launch.weight_gradient if settings is None else weight_gradient_specialised
-    return (function(gathered, rows, layout, tile, transposed=not is_down, **arguments),)
+TIMED = {
+    **{name: Case(size=SIZES[name]) for name in ("olmoe", "dsv3-local32", "sweep-e128", "small-t")},
+    "olmoe zipf": Case(size=SIZES["olmoe"], parts=("gradients",), kind="zipf"),
+    "gpt-oss": Case(
+        size=Size("gpt-oss", 8192, 2880, 2880, 32, 4),
+        parts=("hidden", "up"),
+        options={"activation": "swiglu_clamped", "has_bias": True},
+    ),
+    "olmoe 16k": Case(size=replace(SIZES["olmoe"], T=16_384), parts=("main_grad",)),
+    "sweep-e128 16k": Case(size=replace(SIZES["sweep-e128"], T=16_384), parts=("main_grad",)),
+    "sweep-e128 64k": Case(size=replace(SIZES["sweep-e128"], T=65_536), parts=("main_grad",)),
+}
 
 
-def by_torch(kernel: str, problem: Problem) -> tuple[Tensor, ...]:
-    """Return what `run` does, in float32 and without a kernel of ours."""
-    layout, block = problem.layout, problem.tiles.block_rows
-
-    def gathered(x: Tensor, source_P: Tensor) -> Tensor:
-        return torch.where(source_P[:, None] >= 0, x[source_P.clamp(min=0)].float(), 0.0)
-
-    def times_weights(rows_PK: Tensor, weights_ENK: Tensor) -> Tensor:
-        out = rows_PK.new_zeros(layout.num_padded, weights_ENK.shape[1])
-        for tile, expert in enumerate(layout.expert_M[: int(layout.num_tiles_1)].tolist()):
-            these = slice(tile * block, (tile + 1) * block)
-            out[these] = rows_PK[these] @ weights_ENK[expert].float().T
-        return out
-
-    if kernel == "down":
-        return (times_weights(problem.act_PH.float(), problem.down)[:, : problem.columns_of_product(kernel)],)
-    if kernel == "grad_rows":
-        return (times_weights(problem.pre_PU.float(), problem.gate_up.mT)[:, : problem.columns_of_product(kernel)],)
-    if kernel == "up":
-        product = times_weights(gathered(problem.x, layout.source_P), problem.gate_up)
-        gate, up = product.chunk(2, 1)
-        return product, F.silu(gate) * up * layout.weight_P[:, None]
-    is_down = kernel == "grad_down"
-    left = gathered(problem.grad_y if is_down else problem.x, layout.counted_P)
-    right = (problem.act_PH if is_down else problem.pre_PU).float()
-    out = left.new_zeros(problem.size.E, left.shape[1], right.shape[1])
-    for expert, start, count in layout.segments_e3.tolist():
-        out[expert] = left[start : start + count].T @ right[start : start + count]
-    return (out if is_down else out.mT,)
+@lru_cache(maxsize=1)
+def small_problem(name: str) -> Problem:
+    """Return a problem for which the same is compiled as for the timed one: few tokens and experts."""
+    return TIMED[name].problem(T=64, E=16)
 
 
-def fault_of(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], rows: Tensor | None) -> str:
+@lru_cache(maxsize=1)
+def problems_of_steps() -> list[Problem]:
+    return [Problem.of(size, tiles_of=SIZES["olmoe"], kind=kind) for _, size, _, kind in STEPS]
+
+
+def compile_one(name: str, kernel: Kernel, variant: Variant) -> None:
+    """Compile a kernel as it is timed, or as it takes steps, and run none but plain ones."""
+    # A trace is another kernel.
+    trace = torch.zeros(1, 3, dtype=torch.int32).pin_memory() if name == "steps" else None
+    for problem in problems_of_steps() if name == "steps" else [small_problem(name)]:
+        if variant == PLAIN and (name != "steps" or problem.size.name == COMPARED.name):
+            run(kernel, problem, PLAIN.tile)
+        elif variant != PLAIN and fits(kernel, problem, variant.tile):
+            run(kernel, problem, variant.tile, warmup=True, trace=trace, **variant.more)
+    torch.cuda.synchronize()
+
+
+def jobs_of(parts: list[str]) -> list[tuple[str, Kernel, Variant]]:
+    """Return what is to be compiled; cases of the same tiles and widths of the same kind compile the same."""
+    found: dict[str, tuple[str, Kernel, Variant]] = {}
+    for part in parts:
+        for kernel in (*PARTS[part].timed, *PARTS[part].stepped):
+            for variant in (PLAIN, *PARTS[part].variants.values()):
+                found[f"steps {kernel} {variant}"] = ("steps", kernel, variant)
+    for name, case in TIMED.items():
+        tiles = small_tiles(case.size)
+        for part in [part for part in case.parts if part in parts]:
+            for kernel in case.kernels(part):
+                for variant in (PLAIN, *PARTS[part].variants.values()):
+                    is_whole = case.size.D % 128 == 0 and case.size.H % 256 == 0
+                    found.setdefault(f"{tiles} {is_whole} {kernel} {variant}", (name, kernel, variant))
+    # Those that take longest first.
+    return sorted(found.values(), key=lambda job: (job[1].name != "grad_hidden", job[0] != "steps"))
+
+
+def small_tiles(size: Size) -> str:
+    from coterie_experts.grouped_swiglu.triton_tiles import choose_tiles
+
+    widths = {"d_model": size.D, "d_hidden": size.H}
+    return repr(choose_tiles(interpreted=False, **widths, num_rows=size.T * size.K, num_experts=size.E))
+
+
+def fault_of(kernel: Kernel, problem: Problem, got: Results, expected: Results) -> str:
     """Say how results differ by more than rounding, if they do, and where first."""
-    for number, (one, other) in enumerate(zip(got, expected, strict=True)):
+    rows = problem.rows_of(kernel)
+    for number, (one, other) in enumerate(zip(comparable(got), comparable(expected), strict=True)):
         mine, theirs = (part.float() if rows is None else part[rows].float() for part in (one, other))
         error = float((mine - theirs).norm() / theirs.norm())
         # Not so for NaN.
@@ -248,14 +218,19 @@ def fault_of(got: tuple[Tensor, ...], expected: tuple[Tensor, ...], rows: Tensor
     return ""
 
 
-def spoil(results: tuple[Tensor, ...]) -> None:
+def are_same_bits(kernel: Kernel, problem: Problem, got: Results, expected: Results) -> bool:
+    """Compare what is promised to be the same: all but dots, which are sums in another order."""
+    rows = problem.rows_of(kernel)
+    return all(
+        torch.equal(one, other) if rows is None else torch.equal(one[rows], other[rows])
+        for one, other in list(zip(got, expected, strict=True))[:2]
+    )
+
+
+def spoil(results: Results) -> None:
     """Overwrite results, so that what the next one leaves unwritten is not right by chance."""
     for one in results:
         one.fill_(float("nan"))
-
-
-def rows_to_compare(kernel: str, problem: Problem) -> Tensor | None:
-    return None if kernel in ("grad_down", "grad_gate_up") else problem.rows_N
 
 
 def has_ended() -> bool:
@@ -269,94 +244,84 @@ def has_ended() -> bool:
     return True
 
 
-def take_steps(part: str, variants: list[str], report: Callable[[str, str], None]) -> None:
-    """Report of each variant the first step that it does not take, or nothing; end this process if it hangs."""
-    found = dict.fromkeys(variants, "")
-    problems = [Problem.of(size, tiles_of=SIZES["olmoe"]) for _, size, _ in STEPS]
-    for variant in variants:
-        for (what, _, programs), problem in zip(STEPS, problems, strict=True):
-            for kernel in PARTS[part].kernels:
-                num_programs = programs or problem.num_programs
-                # Memory of the host, which can be read while the device is busy.
-                trace = torch.full((num_programs, 3), -1, dtype=torch.int32).pin_memory()
-                settings = PARTS[part].variants[variant]
-                got = run(kernel, problem, settings, num_programs=num_programs, trace=trace)
-                if not has_ended():
-                    seen = trace[:4].tolist()
-                    how = f"tile * 1000 + step of two halves and loads, -1 not begun, {ENDED.value} ended, 4 programs"
-                    report(variant, f"{kernel}, {what}: does not end; {how}: {seen}")
-                    os._exit(1)
-                fault = fault_of(got, by_torch(kernel, problem), rows_to_compare(kernel, problem))
-                found[variant] = found[variant] or (fault and f"{kernel}, {what}: {fault}")
-                spoil(got)
-        report(variant, found[variant])
+def first_fault(part: str, variant: Variant, kernel: Kernel, report: Callable[[str], None]) -> str:
+    """Return the first step that a kernel does not take right, or nothing; report and end this process if it hangs."""
+    for (what, _, programs, _), problem in zip(STEPS, problems_of_steps(), strict=True):
+        if not fits(kernel, problem, variant.tile):
+            continue
+        # Memory of the host, which can be read while the device is busy.
+        trace = torch.full((programs or 132, 3), -1, dtype=torch.int32).pin_memory()
+        several = {"num_programs": programs} if programs else {}
+        try:
+            got = run(kernel, problem, variant.tile, trace=trace, **several, **variant.more)
+        # Whatever a compiler or a launch raises.
+        except Exception as error:
+            return f"{kernel}, {what}: {type(error).__name__}: {str(error)[:300]}"
+        if not has_ended():
+            report(f"{kernel}, {what}: does not end; {HOW}: {trace[:4].tolist()}")
+            os._exit(1)
+        if fault := fault_of(kernel, problem, got, by_torch(kernel, problem)):
+            return f"{kernel}, {what}: {fault}"
+        if problem.size.name == COMPARED.name and not are_same_bits(
+            kernel, problem, got, run(kernel, problem, PLAIN.tile)
+        ):
+            print(f"{part}, {kernel}, {what}: other bits than the plain kernel's", flush=True)
+        spoil(got)
+    return ""
 
 
-def compile_all(part: str, size: str) -> None:
-    """Compile the variants as they are timed, or as they take steps, and run none of them."""
-    if size == "steps":
-        problems = [Problem.of(one, tiles_of=SIZES["olmoe"]) for _, one, _ in STEPS]
-        more: dict[str, object] = {"trace": torch.zeros(1, 3, dtype=torch.int32).pin_memory()}
-    else:
-        few = replace(SIZES[size], T=SIZES[size].T * EXPERTS // SIZES[size].E, E=EXPERTS)
-        problems, more = [Problem.of(few, tiles_of=SIZES[size])], {}
-        for kernel in PARTS[part].kernels:
-            run(kernel, problems[0], None)
-    for kernel in PARTS[part].kernels:
-        for settings in PARTS[part].variants.values():
-            run(kernel, problems[0], settings, warmup=True, **more)
-    torch.cuda.synchronize()
-
-
-def timed_rows(part: str, variants: list[str], rounds: int) -> Iterator[dict[str, object]]:
-    """Hold variants to today's kernels, bit by bit too, and time them beside those."""
-    for name in TIMED:
-        problem = Problem.of(SIZES[name], tiles_of=SIZES[name])
-        for kernel in PARTS[part].kernels:
-            row: dict[str, object] = {"name": f"{name} {kernel}", "part": part}
-            rows = rows_to_compare(kernel, problem)
-            calls: dict[str, Callable[[], object]] = {"today": partial(run, kernel, problem, None)}
-            expected = run(kernel, problem, None)
-            for variant in variants:
-                call = partial(run, kernel, problem, PARTS[part].variants[variant])
-                got = call()
-                if fault := fault_of(got, expected, rows):
-                    row[f"{variant} fault"] = fault
-                    continue
-                pairs = zip(got, expected, strict=True)
-                row[f"{variant} same bits"] = all(
-                    torch.equal(one, other) if rows is None else torch.equal(one[rows], other[rows])
-                    for one, other in pairs
-                )
-                calls[variant] = call
-                spoil(got)
-                del got
-            del expected
-            if kernel in ("down", "grad_rows"):
-                left = (problem.act_PH if kernel == "down" else problem.pre_PU)[: SIZES[name].T * SIZES[name].K]
-                right = problem.down[0].T if kernel == "down" else problem.gate_up[0]
-                calls["dense"] = partial(torch.mm, left, right[:, : problem.columns_of_product(kernel)])
-            times = in_turn(calls, rounds)
-            for variant, one in times.items():
-                ratio = median(mine / today for mine, today in zip(one, times["today"], strict=True))
-                row |= {f"{variant} us": median(one), f"{variant} over today": ratio}
-                row[f"{variant} TFLOP/s"] = problem.flops(kernel) / median(one) / 1e6
-            yield row
+def timed_rows(chosen: dict[str, list[str]], rounds: int) -> Iterator[dict[str, object]]:
+    """Hold variants to the plain kernels, bit by bit too, and time them beside those."""
+    for name, case in TIMED.items():
+        pairs = [(part, kernel) for part in case.parts if chosen.get(part) for kernel in case.kernels(part)]
+        problem = case.problem() if pairs else None
+        for part, kernel in pairs:
+            yield timed_row(name, part, kernel, problem, chosen[part], rounds)
         del problem
         torch.cuda.empty_cache()
 
 
+def timed_row(
+    name: str, part: str, kernel: Kernel, problem: Problem, variants: list[str], rounds: int
+) -> dict[str, object]:
+    row: dict[str, object] = {"name": f"{name} {kernel}", "part": part}
+    into = problem.main_grad_of(kernel)
+    calls: dict[str, Callable[[], object]] = {"plain": partial(run, kernel, problem, PLAIN.tile, into=into)}
+    expected = run(kernel, problem, PLAIN.tile)
+    for variant in variants:
+        this = PARTS[part].variants[variant]
+        if not fits(kernel, problem, this.tile):
+            row[f"{variant} left out"] = "does not fit"
+            continue
+        got = run(kernel, problem, this.tile, **this.more)
+        if fault := fault_of(kernel, problem, got, expected):
+            row[f"{variant} fault"] = fault
+            continue
+        row[f"{variant} same bits"] = are_same_bits(kernel, problem, got, expected)
+        calls[variant] = partial(run, kernel, problem, this.tile, into=into, **this.more)
+        spoil(got)
+        del got
+    del expected
+    if kernel.name in ("down", "grad_rows"):
+        left = (problem.act_PH if kernel.name == "down" else problem.pre_PU)[: problem.size.T * problem.size.K]
+        right = problem.down[0].T if kernel.name == "down" else problem.gate_up[0]
+        calls["dense"] = partial(torch.mm, left, right[:, : problem.columns_of_product(kernel)])
+    times = in_turn(calls, rounds)
+    for variant, one in times.items():
+        ratio = median(mine / plain for mine, plain in zip(one, times["plain"], strict=True))
+        row |= {f"{variant} us": median(one), f"{variant} over plain": ratio}
+        row[f"{variant} TFLOP/s"] = problem.flops(kernel) / median(one) / 1e6
+    return row
+
+
 def show(row: dict[str, object]) -> None:
-    part = str(row["part"])
-    print(f"{part}, {row['name']}:")
+    print(f"{row['part']}, {row['name']}; expected: {PARTS[str(row['part'])].expected}")
     for variant in [key[: -len(" us")] for key in row if key.endswith(" us")]:
-        us, ratio, rate = (row[f"{variant} {what}"] for what in ("us", "over today", "TFLOP/s"))
-        bits = ", same bits" if row.get(f"{variant} same bits") else ""
-        expected = PARTS[part].expected.get(variant)
-        more = f"; expected: {expected}" if expected else ""
-        print(f"  {variant}: {us:.0f} us, {rate:.0f} TFLOP/s, {ratio:.3f} of today{bits}{more}")
+        us, ratio, rate = (row[f"{variant} {what}"] for what in ("us", "over plain", "TFLOP/s"))
+        bits = {True: ", same bits", False: ", OTHER BITS", None: ""}[row.get(f"{variant} same bits")]
+        print(f"  {variant}: {us:.0f} us, {rate:.0f} TFLOP/s, {ratio:.3f} of plain{bits}")
     for key in row:
-        if key.endswith(" fault"):
+        if key.endswith((" fault", " left out")):
             print(f"  {key}: {row[key]}")
     sys.stdout.flush()
 
@@ -364,10 +329,9 @@ def show(row: dict[str, object]) -> None:
 def in_a_process(*arguments: str, seconds: float) -> tuple[object, str]:
     """Run this script with arguments; return what it wrote as JSON, however it ended, and what went wrong."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        seconds = max(seconds, 1.0)
         try:
             done = subprocess.run(
-                [sys.executable, __file__, *arguments, "--json", file.name], timeout=seconds, check=False
+                [sys.executable, __file__, *arguments, "--into", file.name], timeout=max(seconds, 1.0), check=False
             )
             wrong = "" if done.returncode == 0 else f"exit {done.returncode}"
         except subprocess.TimeoutExpired:
@@ -376,46 +340,45 @@ def in_a_process(*arguments: str, seconds: float) -> tuple[object, str]:
     return json.loads(text) if text else None, wrong
 
 
-def child(arguments: argparse.Namespace) -> int:
-    part, variants = arguments.part, arguments.variants.split(",")
-
-    def write(value: object) -> None:
-        # After each, since this process may be ended.
-        arguments.json.write_text(json.dumps(value), encoding="utf-8")
-
-    if arguments.do == "compile":
-        compile_all(part, arguments.size)
-    elif arguments.do == "steps":
-        found: dict[str, str] = {}
-
-        def report(variant: str, fault: str) -> None:
-            found[variant] = fault
-            write(found)
-            print(f"{part}, {variant}: {fault or 'takes all steps'}", flush=True)
-
-        take_steps(part, variants, report)
-    else:
+def child(do: str, chosen: dict[str, list[str]], file: Path, rounds: int) -> int:
+    """Take steps, or time; write after each what there is, since this process may be ended."""
+    if do == "time":
         rows: list[dict[str, object]] = []
-        for row in timed_rows(part, variants, arguments.rounds):
+        for row in timed_rows(chosen, rounds):
             rows.append(row)
-            write(rows)
+            file.write_text(json.dumps(rows), encoding="utf-8")
             show(row)
+        return 0
+    found: dict[str, str] = {}
+    for part, variant in [(part, variant) for part, variants in chosen.items() for variant in variants]:
+
+        def report(fault: str, key: str = f"{part}, {variant}") -> None:
+            found[key] = fault
+            file.write_text(json.dumps(found), encoding="utf-8")
+            print(f"{key}: {fault or 'takes all steps'}", flush=True)
+
+        kernels = (*PARTS[part].timed, *PARTS[part].stepped)
+        faults = [
+            fault for kernel in kernels if (fault := first_fault(part, PARTS[part].variants[variant], kernel, report))
+        ]
+        report("; ".join(faults))
     return 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(PARTS), metavar="PARTS")
+    parser.add_argument("--no-times", action="store_true", help="take the steps alone")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--workers", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=145.0, help="begin nothing after, and end what runs")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--commit", default="")
-    for name in ("--do", "--part", "--size", "--variants"):
-        parser.add_argument(name, default="", help=argparse.SUPPRESS)
+    parser.add_argument("--do", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.do:
-        return child(arguments)
+        return child(arguments.do[0], json.loads(arguments.do[1]), arguments.into, arguments.rounds)
     start = time.monotonic()
 
     def left(most: float) -> float:
@@ -425,34 +388,41 @@ def main() -> int:
         print(f"{time.monotonic() - start:.0f} s: {what}", flush=True)
 
     parts = arguments.only.split(",")
-    faults: dict[str, str] = {}
-    jobs = [(part, size) for part in parts for size in ("steps", *TIMED)]
-    with ThreadPoolExecutor(arguments.workers) as pool:
-        compiled = pool.map(
-            lambda job: in_a_process("--do", "compile", "--part", job[0], "--size", job[1], seconds=left(60)), jobs
-        )
-        for (part, size), (_, wrong) in zip(jobs, compiled, strict=True):
-            faults |= {f"{part}, compile {size}": wrong} if wrong else {}
-    said(f"compiled; {faults or 'no faults'}")
+    jobs = [job for job in jobs_of(parts) if job[0] == "steps" or not arguments.no_times]
+    pool = ProcessPoolExecutor(arguments.workers, mp_context=get_context("spawn"))
+    futures = {pool.submit(compile_one, *job): job for job in jobs}
+    waited = wait(futures, timeout=left(80))
+    faults = {
+        f"compile {job[0]}, {job[1]}, {job[2]}": f"{type(error).__name__}: {str(error)[:300]}"
+        for future, job in futures.items()
+        if future in waited.done and (error := future.exception()) is not None
+    }
+    for future in waited.not_done:
+        future.cancel()
+    # What is on the device is of plain kernels, which end.
+    pool.shutdown(wait=True, cancel_futures=True)
+    said(f"{len(waited.done)} of {len(jobs)} compiled; {faults or 'no faults'}")
+    waiting = [(part, variant) for part in parts for variant in PARTS[part].variants]
     good: dict[str, list[str]] = {}
-    for part in parts:
-        waiting = list(PARTS[part].variants)
-        while waiting:
-            common = ("--do", "steps", "--part", part, "--variants", ",".join(waiting))
-            found, wrong = in_a_process(*common, seconds=left(20))
-            # Of a process that was ended before it could report, the first variant is to blame.
-            told = found if isinstance(found, dict) and found else {waiting[0]: wrong}
-            good.setdefault(part, []).extend(variant for variant, fault in told.items() if not fault)
-            faults |= {f"{part}, {variant}": fault for variant, fault in told.items() if fault}
-            waiting = [variant for variant in waiting if variant not in told]
-        said(f"{part}: took all steps: {good[part]}")
+    while waiting and left(45) > 1:
+        chosen = {part: [variant for one, variant in waiting if one == part] for part, _ in waiting}
+        found, wrong = in_a_process("--do", "steps", json.dumps(chosen), seconds=left(45))
+        # Of a process that was ended before it could report, the first variant is to blame.
+        told = found if isinstance(found, dict) and found else {", ".join(waiting[0]): wrong or "no report"}
+        for part, variant in waiting:
+            if told.get(f"{part}, {variant}") == "":
+                good.setdefault(part, []).append(variant)
+        faults |= {name: fault for name, fault in told.items() if fault}
+        waiting = [pair for pair in waiting if ", ".join(pair) not in told]
+    said(f"took all steps: {good}")
     rows: list[dict[str, object]] = []
-    for part in [part for part in parts if good[part]]:
-        common = ("--do", "time", "--part", part, "--variants", ",".join(good[part]))
-        found, wrong = in_a_process(*common, "--rounds", str(arguments.rounds), seconds=left(40))
-        rows += found if isinstance(found, list) else []
-        faults |= {f"{part}, timed": wrong} if wrong else {}
-        said(f"{part} timed{': ' + wrong if wrong else ''}")
+    if good and not arguments.no_times:
+        found, wrong = in_a_process(
+            "--do", "time", json.dumps(good), "--rounds", str(arguments.rounds), seconds=left(100)
+        )
+        rows = found if isinstance(found, list) else []
+        faults |= {"times": wrong} if wrong else {}
+        said(f"timed{': ' + wrong if wrong else ''}")
     faults |= {f"{row['name']}, {key}": str(row[key]) for row in rows for key in row if key.endswith(" fault")}
     if arguments.json:
         write_json(arguments.json, {**about(arguments.commit), "faults": faults}, rows)

@@ -151,6 +151,10 @@ class _Nonsense(_Declares):
     declared = Guarantees(row_order="sorted", row_error=1.0, sum_roundings=0, sizes="all")  # type: ignore[arg-type]
 
 
+class _DeclaresNothing(_Declares):
+    declared = None  # type: ignore[assignment]
+
+
 class _HalfOnly(_Declares):
     """Takes bf16 of widths that are multiples of 64."""
 
@@ -220,6 +224,12 @@ def test_what_declares_less_is_held_to_that(weaker: type[LocalDispatcher]) -> No
         (_Nonsense, "uneven", "what it guarantees: row_error (1.0) must be at least 0 and below 1"),
         (_Nonsense, "uneven", "what it guarantees: sum_roundings (0) must be an integer from 1"),
         (_Nonsense, "uneven", "what it guarantees: sizes ('all') must be one of: any, first"),
+        (
+            _DeclaresNothing,
+            "uneven",
+            "what it guarantees: guarantees of parallel.test_guarantees._DeclaresNothing must return "
+            "coterie_parallel.Guarantees, got None; a back-end that keeps all of the contract returns Guarantees()",
+        ),
         (_TakesNothing, "uneven", "not supported: no tokens on cpu with 2 choices can be sent"),
         (_ForgetsIds, "refusals", "an id that is no expert, in the dispatch or else in grow: not refused"),
     ],
@@ -250,6 +260,7 @@ def test_the_claims_say_what_is_checked_and_how() -> None:
     assert claims(_HalfOnly)[5:] == [
         "tokens: torch.bfloat16 of width 64 in most cases, as others are refused: width 8 and torch.float32"
     ]
+    assert claims(_DeclaresNothing)[0].startswith("the declaration is wrong: guarantees of ")
     assert claims(_Nonsense)[0] == "the declaration is wrong: row_order ('sorted') must be one of: contract, any"
 
 

@@ -286,3 +286,9 @@ def test_memory_by_hand() -> None:
     assert memory.weight_bytes_sent == 2 * (192 + 64)
     assert memory.num_messages == 5  # two buckets there and back, and the norm
     assert memory.total == 456 + 1536 + 512 + 1024 + 16 + 1024
+
+    sharded = optimizer_memory(sizes, {"dense": DENSE, "experts": EXPERTS}, plan, CONFIGS["sharded"])
+    # A shard of each bucket, and a buffer for each to be sent from.
+    assert sharded.main_gradients == 4 * (64 + 64) + 4 * (256 + 128)
+    # What comes in for the dense bucket, and its gradient of 100 elements, which autograd still holds.
+    assert sharded.transient == 4 * 256 + 2 * 100

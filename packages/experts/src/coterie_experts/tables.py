@@ -7,6 +7,7 @@ reads where its config names it (``ExpertsConfig.tiles``).
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ __all__ = ["KERNELS", "TileTable", "capability_of", "load_table", "recorded_back
 KERNELS = ("up", "down", "grad_hidden", "grad_rows", "grad_down", "grad_gate_up")
 """The matrix kernels of the Triton back-end; see ``triton_tiles.TileSet``."""
 
-_CHANGEABLE: dict[str, type] = {"band": int, "flatten": bool, "num_stages": int}
+_CHANGEABLE: dict[str, type] = {"band": int, "flatten": bool, "num_stages": int, "ring": int}
+# What they must be at least, and at most.
+_RANGES: dict[str, tuple[int, float]] = {"band": (1, inf), "flatten": (0, 1), "num_stages": (1, inf), "ring": (0, 4)}
 _BACKENDS = ("triton", "quack", "te", "torch", "reference")
 
 # Capability and dtype to class of widths to back-ends, the fastest first: tests/experts/results/experts-1xh200.json.
@@ -60,8 +63,9 @@ class TileTable:
         dtype: as "bfloat16".
         device: its name, for people.
         backends: class of widths to back-ends, the fastest first.
-        tiles: shape class to kernel to what its tile has other than the built-in one: ``band``, ``flatten`` and
-            ``num_stages``. None of these changes a bit of a result.
+        tiles: shape class to kernel to what its tile has other than the built-in one: ``band``, ``flatten``,
+            ``num_stages`` and ``ring``. None of these changes a bit of a result, but that the gradients of the row
+            weights are summed in another order with a ring of ``grad_hidden`` than without.
     """
 
     capability: str
@@ -96,8 +100,10 @@ class TileTable:
                     if type(value) is not _CHANGEABLE.get(key):
                         wanted = ", ".join(f"{key} ({kind.__name__})" for key, kind in _CHANGEABLE.items())
                         found.append(f"tiles of {name}, {kernel}: {key} = {value!r} is not one of {wanted}")
-                    elif value < (0 if key == "flatten" else 1):
-                        found.append(f"tiles of {name}, {kernel}: {key} ({value}) must be at least 1")
+                    elif not _RANGES[key][0] <= value <= _RANGES[key][1]:
+                        least, most = _RANGES[key]
+                        wanted = f"at least {least}" if most == inf else f"from {least} to {most}"
+                        found.append(f"tiles of {name}, {kernel}: {key} ({value}) must be {wanted}")
         return found
 
     def write(self, path: Path) -> None:

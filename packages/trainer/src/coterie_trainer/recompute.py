@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from coterie_parallel import Dispatcher, DispatchOptions, ParallelConfig, dispatcher_class, known_dispatchers
+from coterie_parallel.dispatch import guarantees_of
 from coterie_parallel.once import differentiated_once
 from torch import Tensor
 from torch.autograd.function import Function
@@ -71,7 +72,7 @@ def order_problems(names: Sequence[str], dispatcher: str, options: DispatchOptio
     sent_twice = [name for name in ("block", "dispatch") if name in names]
     if not sent_twice or dispatcher not in known_dispatchers():
         return []
-    if dispatcher_class(dispatcher).guarantees(options).row_order == "contract":
+    if guarantees_of(dispatcher_class(dispatcher), options).row_order == "contract":
         return []
     ordered = "set parallel.deep_ep.deterministic = true" if dispatcher == "deep_ep" else "use another dispatcher"
     return [

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from coterie_experts.config import BACKENDS
-from coterie_experts.grouped_swiglu import quack_native, te_native, torch_native, triton_native
+from coterie_experts.grouped_swiglu import quack_native, specialised, te_native, torch_native, triton_native
 from coterie_experts.tables import TileTable, capability_of, recorded_backends, width_class
 
 __all__ = ["BackendChoice", "choose_backend"]
@@ -64,7 +64,9 @@ def choose_backend(
         obstacle = obstacle_of(backend)
         if obstacle is not None:
             raise ValueError(f"backend {backend!r} cannot run: {obstacle}; or choose backend 'auto' or 'reference'")
-        return BackendChoice(name=backend, reason=f"{backend!r} was asked for by name")
+        return BackendChoice(
+            name=backend, reason="; ".join([f"{backend!r} was asked for by name", *_left_out(backend, device)])
+        )
 
     names, why = _in_order(d_model, d_hidden, dtype, device, table)
     refused: list[str] = []
@@ -75,13 +77,18 @@ def choose_backend(
             reasons = (
                 refused
                 if name == "reference" and refused
-                else [f"{name!r} can run {dtype} on {device.type}", why, *refused]
+                else [f"{name!r} can run {dtype} on {device.type}", why, *refused, *_left_out(name, device)]
             )
             choice = BackendChoice(name=name, reason="; ".join(reasons))
             _say_once(choice, dtype, device.type, width_class(d_model, d_hidden))
             return choice
         refused.append(f"{name!r} cannot run: {obstacle}")
     raise AssertionError("the reference can always run")
+
+
+def _left_out(name: str, device: torch.device) -> list[str]:
+    obstacle = specialised.obstacle(device) if name == "triton" else None
+    return [] if obstacle is None else [f"without its specialised kernels, with the plain kernels alone: {obstacle}"]
 
 
 def _in_order(

@@ -1,4 +1,4 @@
-"""Triton kernels of the gradients of the biases: sums of columns over the rows of an expert, in two fixed steps.
+"""Gradients of the biases, kernels and launches: sums of columns over the rows of an expert, in two fixed steps.
 
 First the rows of each row tile, which has one expert, then the row tiles of each expert; all in float32, with no
 atomics, so that the same rows give the same bits. Shapes are in padded rows P, see ``triton_layout.py``.
@@ -6,12 +6,75 @@ atomics, so that the same rows give the same bits. Shapes are in padded rows P, 
 
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, untyped-decorator, no-untyped-call"
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from coterie_experts.grouped_swiglu.triton_forward import bias_of_columns, gathered_rows
+from coterie_experts.grouped_swiglu.triton_layout import PaddedLayout
 
-__all__ = ["sums_of_experts", "sums_of_tiles"]
+__all__ = ["bias_gradient", "bias_sums_and_dots", "column_sums", "sums_of_experts", "sums_of_tiles"]
+
+
+def bias_sums_and_dots(grad_y_SD: Tensor, bias: Tensor, layout: PaddedLayout, block: int) -> tuple[Tensor, Tensor]:
+    """Return, for the bias of ``down`` (e, D), its gradient by row tile (M, D) and what it adds to the row weights'.
+
+    The latter are the dot products of the output's gradient and the bias, (P, column tiles), to be added up by row.
+    """
+    return _sums_of_tiles(grad_y_SD, layout, block, bias)
+
+
+def column_sums(rows_PU: Tensor, layout: PaddedLayout, block: int) -> Tensor:
+    """Return the sums of the columns of each row tile, (M, U), float32."""
+    return _sums_of_tiles(rows_PU, layout, block, None)[0]
+
+
+def _sums_of_tiles(rows: Tensor, layout: PaddedLayout, block: int, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    width, num_tiles = rows.shape[1], layout.expert_M.shape[0]
+    # Under the interpreter so few that a test has several tiles, with a remainder.
+    columns = 128 if rows.device.type != "cpu" else 32
+    num_column_tiles = triton.cdiv(width, columns)
+    sums_MU = torch.empty(num_tiles, width, dtype=torch.float32, device=rows.device)
+    dots_P = torch.empty(
+        0 if bias is None else layout.num_padded, num_column_tiles, dtype=torch.float32, device=rows.device
+    )
+    sums_of_tiles[(num_tiles, num_column_tiles)](
+        rows,
+        rows.stride(0),
+        None if bias is None else layout.source_P,
+        None if bias is None else layout.weight_P,
+        None if bias is None else layout.expert_M,
+        layout.num_tiles_1,
+        bias,
+        sums_MU,
+        None if bias is None else dots_P,
+        width,
+        ROWS=block,
+        COLUMNS=columns,
+        EVEN=width % columns == 0,
+    )
+    return sums_MU, dots_P
+
+
+def bias_gradient(
+    sums_MU: Tensor, layout: PaddedLayout, block: int, *, dtype: torch.dtype, main_grad: Tensor | None
+) -> Tensor | None:
+    """Return the sums over the row tiles of each expert (e, U) in this dtype, or add them to ``main_grad``."""
+    num_experts, width = layout.segments_e3.shape[0], sums_MU.shape[1]
+    out = sums_MU.new_empty(num_experts, width, dtype=dtype) if main_grad is None else main_grad
+    columns = min(128, triton.next_power_of_2(width))
+    sums_of_experts[(num_experts, triton.cdiv(width, columns))](
+        sums_MU,
+        layout.segments_e3,
+        out,
+        width,
+        ROWS=block,
+        TILES=16 if sums_MU.device.type != "cpu" else 2,
+        COLUMNS=columns,
+        ACCUMULATE=main_grad is not None,
+    )
+    return out if main_grad is None else None
 
 
 @triton.jit

@@ -1,4 +1,8 @@
-"""Launches of the Triton kernels: allocation, tensor descriptors and grids, with nothing read from the device."""
+"""Launches of the Triton kernels: allocation, tensor descriptors and grids, with nothing read from the device.
+
+A matrix product whose tile has a ring goes to the specialised kernel where that runs on the device and fits the case,
+else to the plain one; both give the same bits but for the sums of the row weights' gradients.
+"""
 
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-call"
 
@@ -8,13 +12,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from coterie_experts.activation import Activation
+from coterie_experts.grouped_swiglu import specialised
 from coterie_experts.grouped_swiglu.triton_backward import (
     grad_of_hidden,
     grad_of_row_weights,
     grad_of_weights_by_load,
     grad_of_weights_in_turn,
 )
-from coterie_experts.grouped_swiglu.triton_bias import sums_of_experts, sums_of_tiles
 from coterie_experts.grouped_swiglu.triton_forward import (
     clear_rows,
     clear_rows_past_the_end,
@@ -26,11 +30,8 @@ from coterie_experts.grouped_swiglu.triton_layout import PaddedLayout
 from coterie_experts.grouped_swiglu.triton_tiles import Tile, TileSet
 
 __all__ = [
-    "bias_gradient",
-    "bias_sums_and_dots",
     "clear_chosen_rows",
     "clear_past_the_end",
-    "column_sums",
     "hidden_gradients",
     "pre_and_activation",
     "row_weight_gradients",
@@ -54,10 +55,18 @@ def pre_and_activation(
     tile = tiles.up
     # As many columns of the product in a tile, with a gate and without.
     hidden = tile.columns * 2 // sides
+    grid = _persistent(tile, layout, d_hidden, hidden)
+    if _may_be_specialised(tile, x_SD.device):
+        from coterie_experts.grouped_swiglu.specialised import up as specialised_up
+
+        if specialised_up.fits(d_model=d_model, tile=tile):
+            return specialised_up.pre_and_activation(
+                x_SD, layout, up, tile, activation=activation, bias=bias, num_programs=grid[0]
+            )
     product_PU = x_SD.new_empty(layout.num_padded, d_pre)
     activation_PH = x_SD.new_empty(layout.num_padded, d_hidden)
     block = [tile.rows, hidden]
-    up_with_activation[_persistent(tile, layout, d_hidden, hidden)](
+    up_with_activation[grid](
         x_SD,
         x_SD.stride(0),
         TensorDescriptor.from_tensor(up.view(num_experts, sides, d_hidden, d_model), [1, sides, hidden, tile.depth]),
@@ -172,10 +181,29 @@ def _multiply(
     products: Tensor | None = None,
     targets: Tensor | None = None,
 ) -> None:
+    grid = _persistent(tile, layout, width, tile.columns)
+    if _may_be_specialised(tile, rows_PK.device):
+        from coterie_experts.grouped_swiglu.specialised import products as specialised_products
+
+        if specialised_products.fits(tile=tile):
+            specialised_products.multiply(
+                rows_PK,
+                weights,
+                layout,
+                tile,
+                transposed=transposed,
+                first=first,
+                width=width,
+                bias=bias,
+                products=products,
+                targets=targets,
+                num_programs=grid[0],
+            )
+            return
     block = [1, tile.columns, tile.depth] if transposed else [1, tile.depth, tile.columns]
     # A kernel takes a pointer and a descriptor and uses one of the two.
     any_PK = rows_PK if products is None else products
-    rows_times_weights[_persistent(tile, layout, width, tile.columns)](
+    rows_times_weights[grid](
         TensorDescriptor.from_tensor(rows_PK, [tile.rows, tile.depth]),
         TensorDescriptor.from_tensor(weights, block),
         TensorDescriptor.from_tensor(any_PK, [tile.rows, tile.columns]),
@@ -252,12 +280,28 @@ def hidden_gradients(
     """
     tile = tiles.grad_hidden
     d_model, d_hidden = down.shape[1], down.shape[2]
+    grid = _persistent(tile, layout, d_hidden, tile.columns)
+    if _may_be_specialised(tile, grad_y_SD.device):
+        from coterie_experts.grouped_swiglu.specialised import hidden as specialised_hidden
+
+        if specialised_hidden.fits(d_model=d_model, tile=tile):
+            return specialised_hidden.hidden_gradients(
+                grad_y_SD,
+                product_PU,
+                layout,
+                down,
+                tile,
+                activation=activation,
+                bias=bias,
+                overwrite=overwrite,
+                num_programs=grid[0],
+            )
     grad_pre_PU = product_PU if overwrite else torch.empty_like(product_PU)
     activation_PH = product_PU.new_empty(layout.num_padded, d_hidden)
     dots_P = torch.empty(
         layout.num_padded, triton.cdiv(d_hidden, tile.columns), dtype=torch.float32, device=product_PU.device
     )
-    grad_of_hidden[_persistent(tile, layout, d_hidden, tile.columns)](
+    grad_of_hidden[grid](
         grad_y_SD,
         grad_y_SD.stride(0),
         TensorDescriptor.from_tensor(down, [1, tile.depth, tile.columns]),
@@ -309,66 +353,6 @@ def row_weight_gradients(
     return grad_N
 
 
-def bias_sums_and_dots(grad_y_SD: Tensor, bias: Tensor, layout: PaddedLayout, block: int) -> tuple[Tensor, Tensor]:
-    """Return, for the bias of ``down`` (e, D), its gradient by row tile (M, D) and what it adds to the row weights'.
-
-    The latter are the dot products of the output's gradient and the bias, (P, column tiles), to be added up by row.
-    """
-    return _sums_of_tiles(grad_y_SD, layout, block, bias)
-
-
-def column_sums(rows_PU: Tensor, layout: PaddedLayout, block: int) -> Tensor:
-    """Return the sums of the columns of each row tile, (M, U), float32."""
-    return _sums_of_tiles(rows_PU, layout, block, None)[0]
-
-
-def _sums_of_tiles(rows: Tensor, layout: PaddedLayout, block: int, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    width, num_tiles = rows.shape[1], layout.expert_M.shape[0]
-    # Under the interpreter so few that a test has several tiles, with a remainder.
-    columns = 128 if rows.device.type != "cpu" else 32
-    num_column_tiles = triton.cdiv(width, columns)
-    sums_MU = torch.empty(num_tiles, width, dtype=torch.float32, device=rows.device)
-    dots_P = torch.empty(
-        0 if bias is None else layout.num_padded, num_column_tiles, dtype=torch.float32, device=rows.device
-    )
-    sums_of_tiles[(num_tiles, num_column_tiles)](
-        rows,
-        rows.stride(0),
-        None if bias is None else layout.source_P,
-        None if bias is None else layout.weight_P,
-        None if bias is None else layout.expert_M,
-        layout.num_tiles_1,
-        bias,
-        sums_MU,
-        None if bias is None else dots_P,
-        width,
-        ROWS=block,
-        COLUMNS=columns,
-        EVEN=width % columns == 0,
-    )
-    return sums_MU, dots_P
-
-
-def bias_gradient(
-    sums_MU: Tensor, layout: PaddedLayout, block: int, *, dtype: torch.dtype, main_grad: Tensor | None
-) -> Tensor | None:
-    """Return the sums over the row tiles of each expert (e, U) in this dtype, or add them to ``main_grad``."""
-    num_experts, width = layout.segments_e3.shape[0], sums_MU.shape[1]
-    out = sums_MU.new_empty(num_experts, width, dtype=dtype) if main_grad is None else main_grad
-    columns = min(128, triton.next_power_of_2(width))
-    sums_of_experts[(num_experts, triton.cdiv(width, columns))](
-        sums_MU,
-        layout.segments_e3,
-        out,
-        width,
-        ROWS=block,
-        TILES=16 if sums_MU.device.type != "cpu" else 2,
-        COLUMNS=columns,
-        ACCUMULATE=main_grad is not None,
-    )
-    return out if main_grad is None else None
-
-
 def weight_gradient(
     gathered_SW: Tensor,
     rows_PV: Tensor,
@@ -383,13 +367,26 @@ def weight_gradient(
     ``tile.rows`` cut W, ``tile.columns`` V.
     """
     num_experts, gathered_width, rows_width = layout.segments_e3.shape[0], gathered_SW.shape[1], rows_PV.shape[1]
+    num_tiles = num_experts * triton.cdiv(gathered_width, tile.rows) * triton.cdiv(rows_width, tile.columns)
+    num_programs = min(num_tiles, _num_programs(tile, rows_PV.device))
+    if _may_be_specialised(tile, rows_PV.device):
+        from coterie_experts.grouped_swiglu.specialised import gradients as specialised_gradients
+
+        if specialised_gradients.fits(gathered_width=gathered_width, rows_width=rows_width, tile=tile):
+            return specialised_gradients.weight_gradient(
+                gathered_SW,
+                rows_PV,
+                layout,
+                tile,
+                transposed=transposed,
+                main_grad=main_grad,
+                num_programs=num_programs,
+            )
     shape = (rows_width, gathered_width) if transposed else (gathered_width, rows_width)
     block = [1, tile.columns, tile.rows] if transposed else [1, tile.rows, tile.columns]
     if main_grad is not None:
         block[2] //= tile.parts
     out = rows_PV.new_empty(num_experts, *shape) if main_grad is None else main_grad
-    num_tiles = num_experts * triton.cdiv(gathered_width, tile.rows) * triton.cdiv(rows_width, tile.columns)
-    num_programs = min(num_tiles, _num_programs(tile, out.device))
     tensors = (
         gathered_SW,
         gathered_SW.stride(0),
@@ -418,6 +415,11 @@ def weight_gradient(
         *tensors, counter_1, num_experts, *widths, **constants, num_stages=tile.num_stages
     )
     return out if main_grad is None else None
+
+
+def _may_be_specialised(tile: Tile, device: torch.device) -> bool:
+    # Modules of specialised kernels are imported where they are used: Triton may not have what they are written in.
+    return tile.ring > 0 and specialised.obstacle(device) is None
 
 
 def _persistent(tile: Tile, layout: PaddedLayout, num_columns: int, columns_of_tile: int) -> tuple[int]:

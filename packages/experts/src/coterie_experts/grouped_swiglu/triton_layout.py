@@ -76,7 +76,8 @@ def pad_rows(
     num_slots, num_experts = weights_N.shape[0], offsets_e.shape[0]
     num_tiles = max(1, (num_slots + num_experts * (block - 1)) // block)
     indices = offsets_e.new_empty(3, num_tiles * block)
-    per_tile = offsets_e.new_empty(2, num_tiles)
+    # Each in 16 bytes, as everything else is: Triton compiles a kernel anew for another alignment of a pointer.
+    per_tile = offsets_e.new_empty(2, triton.cdiv(num_tiles, 4) * 4)[:, :num_tiles]
     layout = PaddedLayout(
         source_P=indices[0],
         counted_P=indices[1],

@@ -2,8 +2,9 @@
 
 What is kept for the backward pass: x as it came, the product with the first weights (P, 2H, or H where the activation
 has no gate) and index tensors. Rows are padded by
-expert to whole tiles, P in all; nothing is permuted. No atomics: results are bitwise repeatable. Triton is imported
-when a kernel is first asked for.
+expert to whole tiles, P in all; nothing is permuted. No sum is made by atomics: results are bitwise repeatable. Triton
+is imported when a kernel is first asked for. The matrix products have plain kernels, in the files beside this, and
+specialised ones, in ``specialised``; ``triton_launch.py`` chooses.
 """
 
 import importlib.util
@@ -172,6 +173,7 @@ class _TritonExperts(torch.autograd.Function):
         # Once: a checkpoint hands each saved tensor out a single time.
         saved = ctx.saved_tensors
         refuse_second_derivative(grad_y_SD, *saved)
+        from coterie_experts.grouped_swiglu import triton_bias
         from coterie_experts.grouped_swiglu import triton_launch as launch
         from coterie_experts.grouped_swiglu.triton_layout import PaddedLayout
 
@@ -194,7 +196,7 @@ class _TritonExperts(torch.autograd.Function):
         )
         bias_sums_MD = bias_dots_P = None
         if down_bias is not None and (needs_weights or needs[3]):
-            bias_sums_MD, bias_dots_P = launch.bias_sums_and_dots(grad_y_SD, down_bias, layout, tiles.block_rows)
+            bias_sums_MD, bias_dots_P = triton_bias.bias_sums_and_dots(grad_y_SD, down_bias, layout, tiles.block_rows)
         if needs_weights:
             grad_weights = launch.row_weight_gradients(dots_P, layout, tiles.block_rows, bias_dots_P=bias_dots_P).view(
                 ctx.weights_shape
@@ -245,6 +247,7 @@ def _gradients_of_down(
     main_grads: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of down and its bias, None for what is not needed or was added to its ``main_grad``."""
+    from coterie_experts.grouped_swiglu import triton_bias
     from coterie_experts.grouped_swiglu import triton_launch as launch
 
     weight = bias = None
@@ -254,7 +257,7 @@ def _gradients_of_down(
         )
     if needs[1]:
         assert bias_sums_MD is not None
-        bias = launch.bias_gradient(
+        bias = triton_bias.bias_gradient(
             bias_sums_MD, layout, tiles.block_rows, dtype=grad_y_SD.dtype, main_grad=main_grads[1]
         )
     return weight, bias
@@ -269,6 +272,7 @@ def _gradients_of_up(
     main_grads: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of up and its bias, likewise."""
+    from coterie_experts.grouped_swiglu import triton_bias
     from coterie_experts.grouped_swiglu import triton_launch as launch
 
     weight = bias = None
@@ -277,8 +281,8 @@ def _gradients_of_up(
             x_SD, grad_pre_PU, layout, tiles.grad_gate_up, transposed=True, main_grad=main_grads[0]
         )
     if needs[1]:
-        sums_MU = launch.column_sums(grad_pre_PU, layout, tiles.block_rows)
-        bias = launch.bias_gradient(sums_MU, layout, tiles.block_rows, dtype=x_SD.dtype, main_grad=main_grads[1])
+        sums_MU = triton_bias.column_sums(grad_pre_PU, layout, tiles.block_rows)
+        bias = triton_bias.bias_gradient(sums_MU, layout, tiles.block_rows, dtype=x_SD.dtype, main_grad=main_grads[1])
     return weight, bias
 
 

@@ -22,11 +22,13 @@ class Tile:
         columns: of the output tile.
         depth: of one step along the reduction.
         num_warps: of a program.
-        num_stages: of the pipeline of loads.
+        num_stages: of the pipeline of loads of a plain kernel.
         band: column tiles that are swept over all row tiles before the next ones.
         parts: in which the end of a tile is computed, or added to a ``main_grad``, where the kernel can.
-        flatten: make one loop of the loops over tiles and steps, so that loads run ahead over the end of a tile.
+        flatten: make one loop of the loops over tiles and steps, so that loads run ahead over the end of a tile;
+            of a plain kernel.
         programs_per_processor: of the persistent grid.
+        ring: stages of the ring of a specialised kernel; 0 for the plain one.
     """
 
     rows: int
@@ -38,6 +40,7 @@ class Tile:
     parts: int = 1
     flatten: bool = False
     programs_per_processor: int = 1
+    ring: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,19 +79,19 @@ class TileSet:
 
 # One H200, bfloat16; see NOTES.md.
 _HOPPER = TileSet(
-    up=Tile(rows=128, columns=128, depth=64),
-    down=Tile(rows=128, columns=256, depth=64, flatten=True),
+    up=Tile(rows=128, columns=128, depth=64, ring=4),
+    down=Tile(rows=128, columns=256, depth=64, ring=3, flatten=True),
     grad_hidden=Tile(rows=128, columns=256, depth=64, parts=4, band=4),
-    grad_rows=Tile(rows=128, columns=256, depth=64),
-    grad_down=Tile(rows=128, columns=256, depth=64, parts=2, flatten=True),
-    grad_gate_up=Tile(rows=128, columns=256, depth=64, parts=2),
+    grad_rows=Tile(rows=128, columns=256, depth=64, ring=3),
+    grad_down=Tile(rows=128, columns=256, depth=64, ring=4, parts=2, flatten=True),
+    grad_gate_up=Tile(rows=128, columns=256, depth=64, ring=4, parts=2),
 )
 
 # What a class of shapes has other than the above; the classes are those of ``shape_class``. Flattened loops pay where a
-# tile has few steps.
+# tile has few steps, and so does a fourth stage of a ring.
 _HOPPER_BY_CLASS: dict[str, dict[str, dict[str, int | bool]]] = {
     "narrow-medium-few": {
-        "down": {"band": 4},
+        "down": {"band": 4, "ring": 4},
         "grad_rows": {"band": 4, "flatten": True},
         "grad_down": {"band": 4},
         "grad_gate_up": {"band": 4},

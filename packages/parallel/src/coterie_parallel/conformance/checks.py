@@ -21,7 +21,14 @@ from coterie_parallel.conformance.comparing import (
 )
 from coterie_parallel.conformance.fitting import fit_case
 from coterie_parallel.conformance.reference import Layout, reference_layout, reference_rows
-from coterie_parallel.dispatch import Dispatched, Dispatcher, DispatchOptions, Guarantees, dispatcher_class
+from coterie_parallel.dispatch import (
+    Dispatched,
+    Dispatcher,
+    DispatchOptions,
+    Guarantees,
+    dispatcher_class,
+    guarantees_of,
+)
 
 __all__ = ["case_problems", "conformance_problems", "guarded_case_problems"]
 
@@ -119,7 +126,10 @@ def case_problems(
 
     Tokens have another width and dtype than the case where the back-end refuses those of the case.
     """
-    guarantees = dispatcher.guarantees(DispatchOptions() if options is None else options)
+    try:
+        guarantees = guarantees_of(dispatcher, DispatchOptions() if options is None else options)
+    except ValueError as error:
+        return [f"{case.name}: what it guarantees: {error}"]
     unsound = guarantees.problems()
     if unsound:
         return [f"{case.name}: what it guarantees: {problem}" for problem in unsound]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from coterie_parallel.conformance.cases import Case
-from coterie_parallel.dispatch import Dispatcher, DispatchOptions, Guarantees
+from coterie_parallel.dispatch import Dispatcher, DispatchOptions, Guarantees, guarantees_of
 
 __all__ = ["Fit", "claims", "fit_case"]
 
@@ -50,7 +50,10 @@ def claims(
     dispatcher: type[Dispatcher], device: torch.device | str = "cpu", options: DispatchOptions | None = None
 ) -> list[str]:
     """Return what ``dispatcher`` claims with ``options``, a sentence for each guarantee with how it is checked."""
-    found = _claims(dispatcher.guarantees(DispatchOptions() if options is None else options))
+    try:
+        found = _claims(guarantees_of(dispatcher, DispatchOptions() if options is None else options))
+    except ValueError as error:
+        return [f"the declaration is wrong: {error}"]
     fit = fit_case(dispatcher, Case(name="usual", why="the tokens of most cases"), device, options)
     if fit is not None and fit.refused:
         found.append(

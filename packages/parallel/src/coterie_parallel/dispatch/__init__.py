@@ -2,7 +2,7 @@
 
 from coterie_parallel.dispatch.base import Dispatched, Dispatcher
 from coterie_parallel.dispatch.deep_ep_options import DeepEPOptions
-from coterie_parallel.dispatch.guarantees import Guarantees
+from coterie_parallel.dispatch.guarantees import Guarantees, guarantees_of
 from coterie_parallel.dispatch.options import DispatchOptions
 from coterie_parallel.dispatch.registry import dispatcher_class, known_dispatchers, make_dispatcher
 
@@ -13,6 +13,7 @@ __all__ = [
     "Dispatcher",
     "Guarantees",
     "dispatcher_class",
+    "guarantees_of",
     "known_dispatchers",
     "make_dispatcher",
 ]

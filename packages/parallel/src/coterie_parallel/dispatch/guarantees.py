@@ -1,9 +1,9 @@
 """What a back-end promises about the rows it moves: the contract, or less, and then how much less."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-__all__ = ["Guarantees", "RowOrder", "Sizes"]
+__all__ = ["Guarantees", "RowOrder", "Sizes", "guarantees_of"]
 
 RowOrder = Literal["contract", "any"]
 Sizes = Literal["any", "first"]
@@ -62,3 +62,18 @@ class Guarantees:
             num_rows: rows of a token.
         """
         return float((1 + unit) ** self.sum_roundings * (1 + 2**-24) ** num_rows - 1)
+
+
+def guarantees_of(dispatcher: type[Any], options: Any) -> Guarantees:
+    """Return what a back-end declares, `Dispatcher.guarantees`, for some `DispatchOptions`.
+
+    Raises:
+        ValueError: if it returns no `Guarantees`; names the back-end.
+    """
+    declared = dispatcher.guarantees(options)
+    if not isinstance(declared, Guarantees):
+        raise ValueError(
+            f"guarantees of {dispatcher.__module__}.{dispatcher.__qualname__} must return coterie_parallel.Guarantees, "
+            f"got {declared!r}; a back-end that keeps all of the contract returns Guarantees() or does not define it"
+        )
+    return declared

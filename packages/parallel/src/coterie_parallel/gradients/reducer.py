@@ -21,6 +21,7 @@ from coterie_parallel.gradients.agreement import (
     check_same_settings,
     refuse_unknown_placements,
 )
+from coterie_parallel.gradients.buffers import SendBuffers
 from coterie_parallel.gradients.layout import BucketLayout, Slot, bucket_layouts
 from coterie_parallel.mesh import Mesh
 from coterie_parallel.placement import Placement, placed_parameters
@@ -40,8 +41,9 @@ class ReductionConfig:
             depend neither on the buckets nor on an algorithm of the back-end. "backend": its reduce-scatter, which
             needs no second buffer and adds in an order (and, with bfloat16, a precision) of its own.
         overlap: start the exchange of a bucket during the backward of the last micro-batch. Changes no bit.
-        sharded: keep only this rank's shard of the summed fp32 gradients, and reduce after each micro-batch. The
-            gradient of one micro-batch then passes once through the dtype of the parameter.
+        sharded: keep only this rank's shard of the summed fp32 gradients, and reduce in each micro-batch, from two
+            buffers in turn. The gradient of one micro-batch then passes once through the dtype of the parameter. On
+            GPUs, where ranks exchange tokens, every parameter needs a gradient in every backward.
     """
 
     bucket_bytes: int = 64 * 2**20
@@ -74,8 +76,8 @@ class Bucket:
         shard: fp32, (shard_numel), the summed gradients that this rank keeps; (0) if it is borrowed.
         pieces: views into ``shard``, 1-D, by name; empty for a parameter that lies in other shards only. If borrowed,
             views into ``grad``, and there between `fill` and `zero` only.
-        flat: fp32, (numel), this rank's own gradients; None while a sharded bucket has none. Where it is there to stay,
-            parameters that are not fp32 have their part of it as ``main_grad``.
+        flat: fp32, (numel), this rank's own gradients; parameters that are not fp32 have their part of it as
+            ``main_grad``. None if it is borrowed or sharded: then gradients wait in ``grad`` until they are sent.
     """
 
     def __init__(self, layout: BucketLayout, parameters: Mapping[str, Tensor], mesh: Mesh, *, sharded: bool) -> None:
@@ -144,13 +146,14 @@ class Bucket:
         """Return whether every parameter has its gradient of the present backward."""
         return len(self.arrived) == len(self.parameters)
 
-    def take(self, name: str) -> None:
-        """Move a gradient into the buffer of a sharded bucket, which is made when it has none."""
-        parameter = self.parameters[name]
-        if self.flat is None:
-            self.flat = torch.zeros(self.layout.numel, dtype=torch.float32, device=self.shard.device)
-        if parameter.grad is not None:
-            self._view(self.flat, self._slots[name]).add_(parameter.grad)
+    def move_to(self, flat: Tensor) -> None:
+        """Move the gradients of a sharded bucket from ``grad`` to memory of its size; none is zero, as is padding."""
+        flat.zero_()
+        views = self.views(flat)
+        present = {name: one.grad for name, one in self.parameters.items() if one.grad is not None}
+        if present:
+            torch._foreach_copy_([views[name] for name in present], list(present.values()))
+        for parameter in self.parameters.values():
             parameter.grad = None
 
     def borrow(self) -> None:
@@ -163,11 +166,6 @@ class Bucket:
 
     def fill(self) -> Tensor:
         """Return the buffer with the gradients of all parameters in it: ``main_grad`` plus ``grad``; none is zero."""
-        if self.is_sharded:
-            for name in self.parameters:
-                self.take(name)
-            assert self.flat is not None
-            return self.flat
         assert self.flat is not None
         for name, view in self.views(self.flat).items():
             parameter = self.parameters[name]
@@ -244,6 +242,9 @@ class GradientReducer:
         self.buckets = [Bucket(layout, parameters, mesh, sharded=self.config.sharded) for layout in layouts]
         self._background = Background(mesh.device)
         self._shared = [bucket for bucket in self.buckets if bucket.axis is not None]
+        self._buffers = SendBuffers([one.layout for one in self._shared if one.is_sharded], mesh.device)
+        # A GPU that waits for a buffer waits for its peers, which must not need its tokens before they send.
+        self._needs_all = self.config.sharded and mesh.device.type == "cuda" and mesh.axis("expert").size > 1
         self._next = 0
         self._is_open = self._is_last = self._is_begun = self._is_used = False
         # A node lives only as long as somebody holds it, and its hooks with it.
@@ -266,6 +267,7 @@ class GradientReducer:
         finally:
             self._is_open = False
         if self.config.sharded:
+            self._refuse_missing()
             self._send_rest()
             self._forget_what_was_sent()
         if self.config.sharded or (is_last and self.config.overlap):
@@ -317,6 +319,18 @@ class GradientReducer:
         if self._is_used:
             raise ValueError("the gradients of the step before are still there; call zero_grad() after every step")
 
+    def _refuse_missing(self) -> None:
+        if not self._needs_all:
+            return
+        missing = [name for one in self._shared for name in one.parameters if name not in one.arrived]
+        if missing:
+            raise ValueError(
+                "no gradient came for " + ", ".join(sorted(missing)) + "; with sharded gradients on GPUs, and ranks "
+                "that exchange tokens, peers may wait for it while this rank waits for their tokens. Let these "
+                "parameters have a gradient of zero (add 0 * parameter.sum() to the loss) or none on any rank "
+                "(requires_grad_(False)), or leave gradients whole (sharded=False)"
+            )
+
     def _watch(self, bucket: Bucket, name: str, parameter: Tensor) -> Any:
         # Not register_post_accumulate_grad_hook: this hook also fires for a gradient that went to main_grad, and after
         # the hook of `accumulate_in_fp32`.
@@ -333,13 +347,15 @@ class GradientReducer:
         if bucket.is_sharded:
             if not self._is_open:
                 raise ValueError("with sharded gradients every backward must run in micro_batch()")
-            bucket.take(name)
         elif not (self._is_open and self._is_last and self.config.overlap):
             return
         bucket.arrived.add(name)
         while self._next < len(self._shared) and self._shared[self._next].is_complete():
             if self._shared[self._next].layout.axis == "embedding":
                 # The other end of the pipeline is still in its backward, and waits for what this rank sends later.
+                return
+            if bucket.is_sharded and self._buffers.stops_host(self._next):
+                # A peer may need this rank to go on before it can join: the next gradient or the end tries again.
                 return
             self._send()
 
@@ -348,18 +364,19 @@ class GradientReducer:
             self._send()
 
     def _send(self) -> None:
-        bucket = self._shared[self._next]
+        number, bucket = self._next, self._shared[self._next]
         self._next += 1
-        self._background.start(self._sum(bucket, bucket.fill()))
-        bucket.is_sent = True
         if bucket.is_sharded:
-            bucket.flat = None
+            flat = self._buffers.borrow(number)
+            bucket.move_to(flat)
+            self._buffers.lend_to(number, self._background.start(self._sum(bucket, flat)))
+        else:
+            self._background.start(self._sum(bucket, bucket.fill()))
+        bucket.is_sent = True
         self._background.finish_ready()
 
     def _sum(self, bucket: Bucket, flat: Tensor) -> Job:
         assert bucket.axis is not None
-        if bucket.is_sharded and flat.is_cuda:
-            flat.record_stream(torch.cuda.current_stream(flat.device))
         sent = flat.to(getattr(torch, self.config.send_dtype))
         if self.config.sum_order == "backend":
             received = sent.new_empty(bucket.layout.shard_numel)

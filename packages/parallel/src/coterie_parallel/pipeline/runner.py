@@ -86,6 +86,7 @@ class Pipeline:
         self._has_first = any(stage.is_first for stage in local)
         self._has_last = any(stage.is_last for stage in local)
         self._failure: BaseException | None = None
+        self._has_failed = False
         self._backwards_left = 0
         self._num_backwards = num_micro_batches * len(local)
         self._around_last: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -132,10 +133,15 @@ class Pipeline:
 
         Raises:
             ValueError: another number of micro-batches than this was made for, or another shape or dtype, of inputs or
-                of what a stage returns.
+                of what a stage returns; or a run before this one has failed.
             CollectiveError: a peer raised, with what it raised; or died, or was late. With gloo a peer that raises is
                 known at once; a GPU waits for the time-out of its group, or for the launcher to end it.
         """
+        if self._has_failed:
+            raise ValueError(
+                "this pipeline failed in an earlier run, and its connections are closed; build a new Mesh and a new "
+                "Pipeline on all its ranks"
+            )
         for name, tensors in {"inputs": inputs, "targets": targets, **others}.items():
             shapes = list(dict.fromkeys(tuple(one.shape) for one in tensors))
             if len(tensors) != self.num_micro_batches or len(shapes) != 1:
@@ -236,7 +242,7 @@ class Pipeline:
     def _fail(self, error: Exception) -> NoReturn:
         """End the waits of the peers, and raise what a computation of this rank raised, else what a peer did."""
         axis, failure = self._axis, self._failure
-        self._failure = None
+        self._failure, self._has_failed = None, True
         if failure is not None:
             tell_failure(failure, axis)
         end_waits(axis)
