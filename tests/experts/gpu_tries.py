@@ -80,7 +80,12 @@ PARTS = {
     "hidden": Part(
         timed=(Kernel(name="grad_hidden"),),
         stepped=tuple(Kernel(name="grad_hidden", **other) for other in ({"overwrites": True}, *OTHERS)),
-        variants={f"{parts} parts": Variant(tile={"ring": 3, "parts": parts}) for parts in (4, 8)},
+        variants={
+            "3 stages": Variant(tile={"ring": 3, "parts": 8}),
+            "4 stages": Variant(tile={"ring": 4, "parts": 8}),
+            "4 stages, early": Variant(tile={"ring": 4, "parts": 8}, more={"early": True}),
+            "4 stages, not ahead": Variant(tile={"ring": 4, "parts": 8}, more={"ahead": False}),
+        },
         expected="0.90",
     ),
     "up": Part(

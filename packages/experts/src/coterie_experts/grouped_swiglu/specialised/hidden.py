@@ -381,7 +381,7 @@ def hidden_gradients(
     bias: Tensor | None,
     overwrite: bool,
     num_programs: int,
-    early: bool = True,
+    early: bool = False,
     ahead: bool = True,
     trace: Tensor | None = None,
     warmup: bool = False,
