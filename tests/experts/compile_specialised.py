@@ -20,7 +20,7 @@ from types import SimpleNamespace
 import torch
 import triton
 from coterie_experts import Activation
-from coterie_experts.grouped_swiglu.specialised import gradients, hidden, products, up
+from coterie_experts.grouped_swiglu.specialised import gradients, products, up
 from coterie_experts.grouped_swiglu.triton_layout import PaddedLayout
 from coterie_experts.grouped_swiglu.triton_tiles import TileSet, choose_tiles
 from torch import Tensor
@@ -108,30 +108,25 @@ def calls(module: str, *, more: bool) -> dict[str, Callable[[], object]]:
             found["grad_rows, scattered"] = partial(product, many.grad_rows, is_down=False, scattered=True)
         return found
     shared = {"num_programs": 132, "warmup": True}
-    if module in ("up", "hidden"):
+    if module == "up":
 
-        def layer(tile, activation: Activation, bias: bool, overwrite: bool = False) -> None:
+        def layer(tile, activation: Activation, bias: bool) -> None:
             width = 2 * H if activation.is_gated else H
             more = {"activation": activation, "bias": empty(E, width) if bias else None, **shared}
-            if module == "up":
-                up.pre_and_activation(empty(T, D), layout, empty(E, width, D), tile, **more)
-            else:
-                hidden.hidden_gradients(
-                    empty(T, D), empty(padded, width), layout, empty(E, D, H), tile, overwrite=overwrite, **more
-                )
+            up.pre_and_activation(empty(T, D), layout, empty(E, width, D), tile, **more)
 
-        tile = many.up if module == "up" else many.grad_hidden
+        tile = many.up
         found["swiglu_clamped, bias"] = partial(layer, tile, gated, True)
-        if more or module == "up":
-            found["swiglu"] = partial(layer, tile, Activation(), False)
+        found["swiglu"] = partial(layer, tile, Activation(), False)
         if more:
             found["swiglu, bias"] = partial(layer, tile, Activation(), True)
             found["relu_squared"] = partial(layer, tile, plain, False)
             found["relu_squared, bias"] = partial(layer, tile, plain, True)
             for ring in (3, 4):
-                other = replace(tile, ring=ring)
-                if ring != tile.ring and (up if module == "up" else hidden).fits(d_model=D, tile=other):
-                    found[f"swiglu_clamped, bias, {ring} stages"] = partial(layer, other, gated, True)
+                if ring != tile.ring:
+                    found[f"swiglu_clamped, bias, {ring} stages"] = partial(
+                        layer, replace(tile, ring=ring), gated, True
+                    )
         return found
     assert module == "gradients"
 
@@ -173,7 +168,7 @@ def needs(kernel) -> dict[str, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("module", choices=("products", "up", "hidden", "gradients"))
+    parser.add_argument("module", choices=("products", "up", "gradients"))
     parser.add_argument("--all", action="store_true")
     arguments = parser.parse_args()
     driver.set_active(NoDevice())

@@ -11,13 +11,13 @@ import torch
 import triton
 from coterie_experts import Activation
 from coterie_experts.grouped_swiglu import triton_launch as launch
-from coterie_experts.grouped_swiglu.specialised import gradients, hidden, products, up
+from coterie_experts.grouped_swiglu.specialised import gradients, products, up
 from coterie_experts.grouped_swiglu.triton_layout import PaddedLayout, pad_rows
 from coterie_experts.grouped_swiglu.triton_tiles import Tile, TileSet, choose_tiles
 from coterie_experts.token_rows import sort_slots
 from torch import Tensor
 
-__all__ = ["Changes", "Kernel", "Problem", "Results", "by_torch", "comparable", "fits", "run"]
+__all__ = ["Changes", "Kernel", "Problem", "Results", "by_torch", "fits", "run"]
 
 Results = tuple[Tensor, ...]
 Changes = dict[str, int | bool]
@@ -32,7 +32,6 @@ class Kernel:
     has_bias: bool = False
     is_scattered: bool = False
     has_main_grad: bool = False
-    overwrites: bool = False
 
     def __str__(self) -> str:
         words = {
@@ -40,7 +39,6 @@ class Kernel:
             "bias": self.has_bias,
             "scattered": self.is_scattered,
             "main_grad": self.has_main_grad,
-            "overwrites": self.overwrites,
         }
         return " ".join([self.name, *(word for word, is_so in words.items() if is_so)])
 
@@ -108,10 +106,6 @@ class Problem:
         generator = torch.Generator(self.x.device).manual_seed(3)
         return torch.randn(self.size.E, width, generator=generator, device=self.x.device).to(self.x.dtype)
 
-    def pre_of(self, kernel: Kernel) -> Tensor:
-        """Return the pre-activation, (P, 2H or H)."""
-        return self.pre_PU if kernel.function.is_gated else self.pre_PU[:, : self.size.H].contiguous()
-
     def main_grad_of(self, kernel: Kernel) -> Tensor | None:
         """Return what a gradient is to be added to, new at every call."""
         if not kernel.has_main_grad:
@@ -148,8 +142,8 @@ def fits(kernel: Kernel, problem: Problem, changes: Changes) -> bool:
     size, tile = problem.size, replace(getattr(problem.tiles, kernel.name), **changes)
     if kernel.name in ("down", "grad_rows"):
         return products.fits(tile=tile)
-    if kernel.name in ("up", "grad_hidden"):
-        return (up.fits if kernel.name == "up" else hidden.fits)(d_model=size.D, tile=tile)
+    if kernel.name == "up":
+        return up.fits(d_model=size.D, tile=tile)
     rows_width = size.H if kernel.name == "grad_down" else 2 * size.H
     return gradients.fits(gathered_width=size.D, rows_width=rows_width, tile=tile)
 
@@ -194,21 +188,6 @@ def run(
         if ring:
             return up.pre_and_activation(problem.x, up=problem.up_of(kernel), tile=tile, **more)
         return launch.pre_and_activation(problem.x, up=problem.up_of(kernel), tiles=tiles, **more)
-    if kernel.name == "grad_hidden":
-        pre = problem.pre_of(kernel)
-        more = {
-            "product_PU": pre.clone() if kernel.overwrites else pre,
-            "down": problem.down,
-            "activation": kernel.function,
-            "bias": problem.bias_of(kernel),
-            "overwrite": kernel.overwrites,
-            **shared,
-        }
-        if ring:
-            grad_pre, act, dots = hidden.hidden_gradients(problem.grad_y, tile=tile, **more)
-        else:
-            grad_pre, act, dots = launch.hidden_gradients(problem.grad_y, tiles=tiles, **more)
-        return grad_pre, act, dots
     is_down = kernel.name == "grad_down"
     gathered, rows = (problem.grad_y, problem.act_PH) if is_down else (problem.x, problem.pre_PU)
     main_grad = problem.main_grad_of(kernel) if into is None else into
@@ -218,13 +197,8 @@ def run(
     return (out if main_grad is None else main_grad,)
 
 
-def comparable(results: Results) -> Results:
-    """Return results in a form that all kernels have: of dots, whose number of columns is the kernel's, the sums."""
-    return (*results[:2], *(dots.sum(1, keepdim=True) for dots in results[2:]))
-
-
 def by_torch(kernel: Kernel, problem: Problem) -> Results:
-    """Return what `run` does, in float32 and without a kernel of ours; of dots the sum of each row."""
+    """Return what `run` does, in float32 and without a kernel of ours."""
     layout, block = problem.layout, problem.tiles.block_rows
     num_tiles = int(layout.num_tiles_1)
     expert_P = layout.expert_M[:num_tiles].long().repeat_interleave(block)
@@ -261,13 +235,6 @@ def by_torch(kernel: Kernel, problem: Problem) -> Results:
     if kernel.name == "up":
         product = times_weights(gathered(problem.x, layout.source_P), problem.up_of(kernel))
         return product, counted(kernel.function.forward(biased(product)))
-    if kernel.name == "grad_hidden":
-        grad_act = times_weights(gathered(problem.grad_y, layout.source_P), problem.down.mT)
-        pre = biased(problem.pre_of(kernel).float()).clone().requires_grad_()
-        act = kernel.function.forward(pre)
-        (grad_pre,) = torch.autograd.grad(act, pre, counted(grad_act))
-        act = act.detach()
-        return grad_pre, counted(act), (grad_act * act).sum(1, keepdim=True)
     is_down = kernel.name == "grad_down"
     left = gathered(problem.grad_y if is_down else problem.x, layout.counted_P)
     right = (problem.act_PH if is_down else problem.pre_PU).float()

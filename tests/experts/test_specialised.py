@@ -31,7 +31,7 @@ def without_ptxas() -> str | None:
     return f"Triton came without {' and '.join(missing)}" if missing else specialised._obstacle_of_triton()
 
 
-@pytest.mark.parametrize("module", ["products", "up", "hidden", "gradients"])
+@pytest.mark.parametrize("module", ["products", "up", "gradients"])
 def test_kernels_compile_without_spills(module: str, tmp_path: Path) -> None:
     if reason := without_ptxas():
         pytest.skip(reason)
@@ -61,12 +61,11 @@ def tiles(num_rows: int = 1 << 20) -> Any:
 
 
 def test_fits_refuses_what_does_not_fit() -> None:
-    gradients, hidden, products, up = modules()
+    gradients, products, up = modules()
     chosen = tiles()
     widths = {"gathered_width": 2048, "rows_width": 1024}
     for fits, tile in (
         (lambda tile: up.fits(d_model=2048, tile=tile), chosen.up),
-        (lambda tile: hidden.fits(d_model=2048, tile=tile), chosen.grad_hidden),
         (lambda tile: products.fits(tile=tile), chosen.down),
         (lambda tile: products.fits(tile=tile), chosen.grad_rows),
         (lambda tile: gradients.fits(**widths, tile=tile), chosen.grad_down),
@@ -78,17 +77,16 @@ def test_fits_refuses_what_does_not_fit() -> None:
             assert not fits(replace(tile, **change)), change
     # A copy of a gathered row begins and ends where a step does.
     assert not up.fits(d_model=2040, tile=chosen.up)
-    assert not hidden.fits(d_model=2040, tile=chosen.grad_hidden)
     assert not gradients.fits(gathered_width=2040, rows_width=1024, tile=chosen.grad_down)
     assert gradients.fits(gathered_width=2048, rows_width=1000, tile=chosen.grad_down)
 
 
-def modules() -> tuple[Any, Any, Any, Any]:
+def modules() -> tuple[Any, Any, Any]:
     if reason := specialised._obstacle_of_triton():
         pytest.skip(reason)
-    from coterie_experts.grouped_swiglu.specialised import gradients, hidden, products, up
+    from coterie_experts.grouped_swiglu.specialised import gradients, products, up
 
-    return gradients, hidden, products, up
+    return gradients, products, up
 
 
 @pytest.fixture
@@ -170,13 +168,12 @@ def launches(chosen: Any, d_model: int) -> dict[str, Callable[[], object]]:
     def rows(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.bfloat16, device=META)
 
-    x, pre, act, padded = rows(32, d_model), rows(512, 256), rows(512, 128), layout()
+    x, act, padded = rows(32, d_model), rows(512, 128), layout()
     up, down = rows(2, 256, d_model), rows(2, d_model, 128)
     same = {"activation": Activation(), "bias": None}
     gradient = {"transposed": False, "main_grad": None}
     return {
         "pre_and_activation": lambda: launch.pre_and_activation(x, padded, up, chosen, **same),
-        "hidden_gradients": lambda: launch.hidden_gradients(x, pre, padded, down, chosen, **same, overwrite=False),
         "multiply": lambda: launch.rows_to_tokens(act, down, padded, chosen.down, transposed=True, num_choices=2),
         "multiply, rows": lambda: launch.rows_to_rows(
             act, down, padded, chosen.down, padded.segments_e3[:, 0], transposed=True
@@ -187,7 +184,6 @@ def launches(chosen: Any, d_model: int) -> dict[str, Callable[[], object]]:
 
 PLAIN = {
     "pre_and_activation": "up_with_activation",
-    "hidden_gradients": "grad_of_hidden",
     "multiply": "rows_times_weights",
     "weight_gradient": "grad_of_weights_in_turn",
 }
@@ -196,9 +192,7 @@ PLAIN = {
 def test_launches_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     from coterie_experts.grouped_swiglu import triton_launch as launch
 
-    for module, name in zip(
-        modules(), ("weight_gradient", "hidden_gradients", "multiply", "pre_and_activation"), strict=True
-    ):
+    for module, name in zip(modules(), ("weight_gradient", "multiply", "pre_and_activation"), strict=True):
 
         def specialised_launch(*args: object, _name: str = name, num_programs: int, **kwargs: object) -> None:
             raise Launched(f"specialised {_name}, {num_programs}")

@@ -99,8 +99,8 @@ class Timer(Protocol):
 
 def candidates(kernel: str) -> list[Changes]:
     """Return what to try for a kernel, the built-in tile (no change) first."""
-    # That of the hidden units has shared memory for no fourth stage.
-    rings = (0, 3) if kernel == "grad_hidden" else (0, 3, 4)
+    # That of the hidden units has no specialised kernel.
+    rings = () if kernel == "grad_hidden" else (0, 3, 4)
     found: list[Changes] = [
         {},
         *({"band": band} for band in (2, 4, 8, 16, 32)),

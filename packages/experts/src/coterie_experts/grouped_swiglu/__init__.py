@@ -5,7 +5,7 @@
 ``quack_native.py`` and ``te_native.py`` use those of other packages. ``choice.py`` picks; this file checks arguments.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -51,6 +51,8 @@ def grouped_experts(
     backend: str = "auto",
     table: TileTable | None = None,
     defer_weight_gradients: Defer | None = None,
+    ask_out: Callable[[], Tensor | None] | None = None,
+    ask_grad_rows: Callable[[], Tensor | None] | None = None,
 ) -> Tensor:
     """Send each row through its expert: rows [offsets[i-1], offsets[i]) belong to local expert i.
 
@@ -74,6 +76,8 @@ def grouped_experts(
         table: what was measured on this GPU, where it is not the package's own record.
         defer_weight_gradients: takes a function in each backward pass, which computes the gradients of ``up``,
             ``down`` and the biases when it is called, and adds them as above; see ``GroupedExperts``.
+        ask_out: see ``GroupedExperts.forward``.
+        ask_grad_rows: likewise.
 
     Returns:
         Rows of the shape and dtype of ``rows_RD``.
@@ -104,7 +108,12 @@ def grouped_experts(
     inputs = (rows_RD, row_weights_R, offsets_e)
     if choice.name == "triton":
         return triton_native.grouped_experts(
-            *inputs, **_split(up, down, up_bias, down_bias, deferral), activation=activation, table=table
+            *inputs,
+            **_split(up, down, up_bias, down_bias, deferral),
+            activation=activation,
+            table=table,
+            ask_out=ask_out,
+            ask_grad_rows=ask_grad_rows,
         )
     if deferral is None:
         up, down = into_main_grad(up), into_main_grad(down)

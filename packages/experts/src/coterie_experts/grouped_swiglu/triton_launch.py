@@ -1,7 +1,7 @@
 """Launches of the Triton kernels: allocation, tensor descriptors and grids, with nothing read from the device.
 
 A matrix product whose tile has a ring goes to the specialised kernel where that runs on the device and fits the case,
-else to the plain one; both give the same bits but for the sums of the row weights' gradients.
+else to the plain one; both give the same bits.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-call"
@@ -154,13 +154,15 @@ def rows_to_rows(
     *,
     transposed: bool,
     bias: Tensor | None = None,
+    out_RD: Tensor | None = None,
 ) -> Tensor:
     """Return rows times weights, each padded row in the place of its source; rows that belong to no expert are zero.
 
-    A bias (e, columns) is added to each product, times the row weight.
+    A bias (e, columns) is added to each product, times the row weight. They are written to ``out_RD`` if it is given.
     """
     num_columns = weights.shape[1] if transposed else weights.shape[2]
-    out_RD = rows_PK.new_empty(layout.position_N.shape[0], num_columns)
+    if out_RD is None:
+        out_RD = rows_PK.new_empty(layout.position_N.shape[0], num_columns)
     _multiply(
         rows_PK, weights, layout, tile, transposed=transposed, first=0, width=num_columns, bias=bias, targets=out_RD
     )
@@ -280,28 +282,12 @@ def hidden_gradients(
     """
     tile = tiles.grad_hidden
     d_model, d_hidden = down.shape[1], down.shape[2]
-    grid = _persistent(tile, layout, d_hidden, tile.columns)
-    if _may_be_specialised(tile, grad_y_SD.device):
-        from coterie_experts.grouped_swiglu.specialised import hidden as specialised_hidden
-
-        if specialised_hidden.fits(d_model=d_model, tile=tile):
-            return specialised_hidden.hidden_gradients(
-                grad_y_SD,
-                product_PU,
-                layout,
-                down,
-                tile,
-                activation=activation,
-                bias=bias,
-                overwrite=overwrite,
-                num_programs=grid[0],
-            )
     grad_pre_PU = product_PU if overwrite else torch.empty_like(product_PU)
     activation_PH = product_PU.new_empty(layout.num_padded, d_hidden)
     dots_P = torch.empty(
         layout.num_padded, triton.cdiv(d_hidden, tile.columns), dtype=torch.float32, device=product_PU.device
     )
-    grad_of_hidden[grid](
+    grad_of_hidden[_persistent(tile, layout, d_hidden, tile.columns)](
         grad_y_SD,
         grad_y_SD.stride(0),
         TensorDescriptor.from_tensor(down, [1, tile.depth, tile.columns]),

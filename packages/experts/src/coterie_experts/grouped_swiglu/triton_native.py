@@ -8,7 +8,7 @@ specialised ones, in ``specialised``; ``triton_launch.py`` chooses.
 """
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,9 @@ __all__ = ["experts_of_tokens", "grouped_experts", "obstacle"]
 
 MainGrads = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """Where the kernels add the gradients of up, down, up_bias and down_bias; None where they return them."""
+
+Ask = Callable[[], Tensor | None] | None
+"""Called for memory to write rows to; None, or None returned, for new memory."""
 
 
 def obstacle(*, d_model: int, d_hidden: int, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -68,15 +71,16 @@ def grouped_experts(
     main_grads: MainGrads = (None, None, None, None),
     deferral: Deferral | None = None,
     table: TileTable | None = None,
+    ask_out: Ask = None,
+    ask_grad_rows: Ask = None,
 ) -> Tensor:
     """Run rows in expert order; see ``coterie_experts.grouped_experts`` for the contract.
 
     The weight gradients are added to ``main_grads`` (float32) where there are any, or handed over where they are
     deferred. Can be differentiated once.
     """
-    y_RD: Tensor = _TritonExperts.apply(
-        rows_RD, row_weights_R, up, down, up_bias, down_bias, offsets_e, None, activation, main_grads, deferral, table
-    )
+    inputs = rows_RD, row_weights_R, up, down, up_bias, down_bias, offsets_e, None
+    y_RD: Tensor = _TritonExperts.apply(*inputs, activation, main_grads, deferral, table, ask_out, ask_grad_rows)
     return y_RD
 
 
@@ -96,9 +100,8 @@ def experts_of_tokens(
 ) -> Tensor:
     """Send tokens through the experts they chose and sum; equals rows in expert order and a sum by k, bit for bit."""
     slots_N, offsets_e = sort_slots(ids_TK, up.shape[0])
-    y_TD: Tensor = _TritonExperts.apply(
-        x_TD, weights_TK, up, down, up_bias, down_bias, offsets_e, slots_N, activation, main_grads, deferral, table
-    )
+    inputs = x_TD, weights_TK, up, down, up_bias, down_bias, offsets_e, slots_N
+    y_TD: Tensor = _TritonExperts.apply(*inputs, activation, main_grads, deferral, table, None, None)
     return y_TD
 
 
@@ -120,6 +123,8 @@ class _TritonExperts(torch.autograd.Function):
         main_grads: MainGrads,
         deferral: Deferral | None,
         table: TileTable | None,
+        ask_out: Ask,
+        ask_grad_rows: Ask,
     ) -> Tensor:
         from coterie_experts.grouped_swiglu import triton_launch as launch
         from coterie_experts.grouped_swiglu.triton_layout import pad_rows
@@ -149,7 +154,14 @@ class _TritonExperts(torch.autograd.Function):
         )
         if slot_of_row_N is None:
             y_SD = launch.rows_to_rows(
-                activation_PH, down, layout, tiles.down, offsets_e, transposed=True, bias=down_bias
+                activation_PH,
+                down,
+                layout,
+                tiles.down,
+                offsets_e,
+                transposed=True,
+                bias=down_bias,
+                out_RD=_memory(ask_out, x_SD),
             )
         else:
             y_SD = launch.rows_to_tokens(
@@ -162,7 +174,7 @@ class _TritonExperts(torch.autograd.Function):
                 bias=down_bias,
             )
         ctx.save_for_backward(x_SD, up, down, up_bias, down_bias, offsets_e, product_PU, *layout.tensors())
-        ctx.main_grads, ctx.deferral = main_grads, deferral
+        ctx.main_grads, ctx.deferral, ctx.ask_grad_rows = main_grads, deferral, ask_grad_rows
         ctx.in_tokens = slot_of_row_N is not None
         ctx.weights_shape = weights.shape
         ctx.activation, ctx.tiles = activation, tiles
@@ -231,10 +243,18 @@ class _TritonExperts(torch.autograd.Function):
                 num_choices=ctx.weights_shape[1],
             )
         elif needs_x:
-            grad_x_SD = launch.rows_to_rows(grad_pre_PU, up, layout, tiles.grad_rows, offsets_e, transposed=False)
+            grad_x_SD = launch.rows_to_rows(
+                grad_pre_PU,
+                up,
+                layout,
+                tiles.grad_rows,
+                offsets_e,
+                transposed=False,
+                out_RD=_memory(ctx.ask_grad_rows, x_SD),
+            )
         if deferral is None:
             grad_up, grad_up_bias = _gradients_of_up(x_SD, grad_pre_PU, layout, tiles, needs[::2], ctx.main_grads[::2])
-        return (grad_x_SD, grad_weights, grad_up, grad_down, grad_up_bias, grad_down_bias, *[None] * 6)
+        return (grad_x_SD, grad_weights, grad_up, grad_down, grad_up_bias, grad_down_bias, *[None] * 8)
 
 
 def _gradients_of_down(
@@ -298,6 +318,22 @@ def _deferred_gradients(
     down, down_bias = _gradients_of_down(*of_down, layout, tiles, needs[1::2], main_grads[1::2])
     up, up_bias = _gradients_of_up(*of_up, layout, tiles, needs[::2], main_grads[::2])
     return up, down, up_bias, down_bias
+
+
+def _memory(ask: Ask, like_RD: Tensor) -> Tensor | None:
+    memory = None if ask is None else ask()
+    if memory is not None and not (
+        memory.shape == like_RD.shape
+        and (memory.dtype, memory.device) == (like_RD.dtype, like_RD.device)
+        and memory.is_contiguous()
+        and memory.data_ptr() % 16 == 0
+    ):
+        raise ValueError(
+            f"memory to write rows to must be contiguous {like_RD.dtype} of shape {tuple(like_RD.shape)} on "
+            f"{like_RD.device} and begin at a multiple of 16 bytes, but is {memory.dtype} of shape "
+            f"{tuple(memory.shape)} and strides {memory.stride()} on {memory.device}"
+        )
+    return memory
 
 
 def _row_major(tensor: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ class Tile:
         flatten: make one loop of the loops over tiles and steps, so that loads run ahead over the end of a tile;
             of a plain kernel.
         programs_per_processor: of the persistent grid.
-        ring: stages of the ring of a specialised kernel; 0 for the plain one.
+        ring: stages of the ring of a specialised kernel; 0 for the plain one, as always for ``grad_hidden``.
     """
 
     rows: int
@@ -79,7 +79,7 @@ class TileSet:
 
 # One H200, bfloat16; see NOTES.md.
 _HOPPER = TileSet(
-    up=Tile(rows=128, columns=128, depth=64, ring=4),
+    up=Tile(rows=128, columns=128, depth=64, ring=3),
     down=Tile(rows=128, columns=256, depth=64, ring=3, flatten=True),
     grad_hidden=Tile(rows=128, columns=256, depth=64, parts=4, band=4),
     grad_rows=Tile(rows=128, columns=256, depth=64, ring=3),
@@ -91,6 +91,7 @@ _HOPPER = TileSet(
 # tile has few steps, and so does a fourth stage of a ring.
 _HOPPER_BY_CLASS: dict[str, dict[str, dict[str, int | bool]]] = {
     "narrow-medium-few": {
+        "up": {"ring": 4},
         "down": {"band": 4, "ring": 4},
         "grad_rows": {"band": 4, "flatten": True},
         "grad_down": {"band": 4},

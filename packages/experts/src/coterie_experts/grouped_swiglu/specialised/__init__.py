@@ -2,7 +2,8 @@
 
 A program is three parts: warps that fill a ring of stages in shared memory with the operands of the steps to come, by
 TMA and by copies of rows that are gathered, and two warpgroups that multiply, each one half of a tile. So loads go on
-while a tile ends, and one half ends while the other multiplies, which the plain kernels cannot have.
+while a tile ends, and one half ends while the other multiplies, which the plain kernels cannot have. The gradient of
+the hidden units has no such kernel: two that were tried were slower than the plain one (NOTES.md).
 
 Each module has a launch and ``fits``, which says whether its kernel can do a case; ``triton_launch.py`` asks it and
 leaves the rest to the plain kernels. Nothing of Triton is imported here, for Gluon is experimental: ``obstacle`` says
@@ -16,7 +17,7 @@ import torch
 
 __all__ = ["obstacle"]
 
-_MODULES = ("gradients", "hidden", "products", "up")
+_MODULES = ("gradients", "products", "up")
 # Those that they have been compiled with.
 _TRITON = ("3.6", "3.7", "3.8")
 
