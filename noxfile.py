@@ -30,6 +30,9 @@ HUB_FOLDERS = [HUB, "export", "support", "conformance", "stories", "packaging"]
 # The machine's own settings must not leak into a test: byte code is kept (an import of torch takes half the time),
 # and each of several processes uses one thread.
 TEST_ENVIRONMENT = {"PYTHONDONTWRITEBYTECODE": None, "PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"}
+# Each process keeps the tests of a file together, with what they share, until it has none left and takes over others'.
+IN_PROCESSES = ["-n", "auto", "--maxprocesses", "4", "--dist", "worksteal"]
+SHORT = ["export"]  # a second process must import torch before it helps
 
 per_package = nox.parametrize("package", [nox.param(name, id=name) for name in PACKAGES])
 
@@ -161,8 +164,7 @@ def run_tests(session: nox.Session, package: str, arguments: list[str]) -> None:
     """Run pytest on the folder of a package, or on all the folders that need the hub."""
     folders = HUB_FOLDERS if package == HUB else [package]
     present = [f"tests/{folder}" for folder in folders if (ROOT / "tests" / folder).is_dir()]
-    # A second process must import torch before it helps: only the long run of the hub gains from it.
-    processes = ["-n", "auto", "--maxprocesses", "4"] if package == HUB else []
+    processes = [] if package in SHORT else IN_PROCESSES
     session.run("pytest", *processes, *present, *arguments, env=TEST_ENVIRONMENT)
 
 

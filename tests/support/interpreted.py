@@ -20,10 +20,12 @@ def run_interpreted(file: Path, *, timeout_s: float = 250.0) -> None:
     """
     # The interpreter of triton 3.6 makes numbers of arrays in a way that numpy gives up.
     expected_warning = "ignore:Conversion of an array with ndim:DeprecationWarning"
+    plugins = ["-p", "no:cacheprovider", "-p", "support.quick_interpreter"]
+    search_path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-W", expected_warning, str(file)],
+        [sys.executable, "-m", "pytest", "-q", "-x", *plugins, "-W", expected_warning, str(file)],
         cwd=Path(__file__).parents[2],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": search_path},
         capture_output=True,
         text=True,
         timeout=timeout_s,

@@ -1,6 +1,8 @@
 """Find a dispatcher by its name: the built-in ones, and those that installed packages register."""
 
+import functools
 import inspect
+import sys
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
@@ -76,8 +78,13 @@ def make_dispatcher(
 def _registered() -> dict[str, dict[str, str]]:
     """Return by name the targets that claim it, each with the package that registers it."""
     targets = {name: {target: "coterie-parallel"} for name, target in _BUILT_IN.items()}
-    found: tuple[EntryPoint, ...] = tuple(entry_points(group=ENTRY_POINT_GROUP))
-    for entry in found:
+    for entry in _entries(tuple(sys.path)):
         # An editable install next to a wheel can list the same entry twice; that is no conflict.
         targets.setdefault(entry.name, {}).setdefault(entry.value, entry.dist.name if entry.dist else "unknown")
     return targets
+
+
+@functools.cache
+def _entries(search_path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    """Return what the packages found along ``sys.path`` register; to read their files again takes milliseconds."""
+    return tuple(entry_points(group=ENTRY_POINT_GROUP))

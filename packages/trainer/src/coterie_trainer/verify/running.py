@@ -198,7 +198,7 @@ def _gathered(parts: Mapping[str, Tensor | Chunk], mesh: Mesh) -> tuple[dict[str
         offsets = part.offsets if isinstance(part, Chunk) else (0,) * tensor.ndim
         shape = part.global_shape if isinstance(part, Chunk) else tuple(tensor.shape)
         # fp32 holds every number of a narrower dtype as it is.
-        own[name] = offsets, shape, tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
+        own[name] = offsets, shape, tensor.detach().to("cpu", torch.float32, copy=True).contiguous().numpy()
     everywhere = all_gather_objects(own, mesh.axis("world"))
     whole: dict[str, Tensor] = {}
     problems: list[str] = []
@@ -206,7 +206,8 @@ def _gathered(parts: Mapping[str, Tensor | Chunk], mesh: Mesh) -> tuple[dict[str
         return whole, problems
     writers: dict[str, Tensor] = {}
     for rank, from_rank in enumerate(everywhere):
-        for name, (offsets, shape, tensor) in from_rank.items():
+        for name, (offsets, shape, array) in from_rank.items():
+            tensor = torch.from_numpy(array)
             if name not in whole:
                 whole[name], writers[name] = torch.full(shape, torch.nan), torch.full(shape, -1)
             region = tuple(slice(start, start + size) for start, size in zip(offsets, tensor.shape, strict=True))
