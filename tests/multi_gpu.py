@@ -2,7 +2,8 @@
 
     layouts      steps in the layouts of tests/layouts, fp32 and bf16, against one rank (needs pytest and hypothesis)
     conformance  the suite of the dispatchers: all_to_all, rowwise, and deep_ep where it is installed
-    dispatch     dispatch and combine alone, against the rate of the link and against all_to_all; a CUDA graph
+    dispatch     dispatch and combine alone, against the rate of the link and against all_to_all; rows that are written
+                 where peers read them; a CUDA graph
     sweep        tokens/s of a model with 8, 32, 64 and 128 experts
     fsdp         resident experts against FSDP2
     overlap      exchanges and new weights behind other work; rows copied, leased or fetched

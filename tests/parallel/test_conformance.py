@@ -158,6 +158,18 @@ class _WrongWhenRecomputed(LocalDispatcher):
         return super().dispatch(2 * x_TD if is_recomputed else x_TD, ids_TK, weights_TK)
 
 
+class _LendsTheRows(LocalDispatcher):
+    """Lends memory for the outputs where the rows lie that experts save."""
+
+    def dispatch(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Dispatched:
+        sent = super().dispatch(x_TD, ids_TK, weights_TK)
+        self.rows_RD = sent.rows_RD
+        return sent
+
+    def memory_for_combine(self, handle: Any) -> Tensor | None:
+        return self.rows_RD.data
+
+
 class _TakesDetachedRows(LocalDispatcher):
     def combine(self, rows_RD: Tensor, handle: Any) -> Tensor:
         return super().combine(rows_RD if rows_RD.requires_grad else rows_RD.clone().requires_grad_(), handle)
@@ -199,6 +211,7 @@ class _OtherErrors(LocalDispatcher):
         (_EightTimes, "reuse", "reuse, batch 'long', layer 0, rank 0: rows_RD is wrong"),
         (_WantsContiguousRows, "reuse", "rank 0: y_TD without gradients is wrong"),
         (_WrongWhenRecomputed, "reuse", "layer 1: gradient of the tokens through recomputed rows is wrong"),
+        (_LendsTheRows, "reuse", "gradient of the tokens through saved rows, outputs written in place is wrong"),
         (_TakesDetachedRows, "refusals", "rows cut off from the graph: not refused with a ValueError"),
         (_TakesAnyHandle, "refusals", "the handle of another dispatcher: not refused with a ValueError"),
         (_OtherErrors, "refusals", "ids in int32: raises TypeError instead of ValueError: int64, please"),

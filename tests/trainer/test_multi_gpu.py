@@ -72,6 +72,7 @@ def test_dispatch_counts_the_bytes_of_the_busiest_rank(files: dict[str, dict[str
         share = row["dispatch_gbps"] / max(link["gbps_to"], link["gbps_from"])
         assert row["dispatch_share_of_link"] == pytest.approx(share)
         assert row["pass_gbps"] == pytest.approx(4 * row["busiest_bytes"] / row["pass_us"] / 1e3)
+        assert ("combine_in_place_us" in row) == ("pass_in_place_us" in row) == (dispatcher == "rowwise")
         assert found[f"{dispatcher}, Zipf, {shape}"]["busiest_bytes"] > row["busiest_bytes"]
     ratio = found[f"rowwise, Zipf, {shape}"]["combine_us"] / found[f"all_to_all, Zipf, {shape}"]["combine_us"]
     assert found[f"rowwise, Zipf, {shape}"]["combine_over_all_to_all"] == pytest.approx(ratio)
@@ -214,7 +215,7 @@ def test_a_dispatcher_with_other_sums_is_found(tmp_path: Path) -> None:
     arguments = ["--tiny", "--device", "cpu", "--json", str(tmp_path), "--parts", "adds_wrong"]
     assert multi_gpu.main(arguments, {"adds_wrong": adds_wrong}) == 1
     faults = json.loads((tmp_path / "multi-gpu-adds_wrong-2xcpu.json").read_text())["faults"]
-    assert len(faults) == 2 * 3 * 3  # ranks, loads, outputs and both gradients
+    assert len(faults) == 2 * 2 * 3 * 3  # ranks, rows copied and written in place, loads, outputs and both gradients
     assert "outputs differ from those of all_to_all, relative 1.0e-04" in faults[0]
 
 

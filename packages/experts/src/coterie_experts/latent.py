@@ -1,5 +1,6 @@
 """Experts that work at a narrower width than the model: project down, run the experts there, project back."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -90,12 +91,20 @@ class LatentExperts(nn.Module):
         """Return what the experts gave at the width of the model, (..., L) to (..., D)."""
         return F.linear(y_TL, into_main_grad(self.latent_out))
 
-    def forward(self, rows_RL: Tensor, row_weights_R: Tensor, offsets_e: Tensor) -> Tensor:
+    def forward(
+        self,
+        rows_RL: Tensor,
+        row_weights_R: Tensor,
+        offsets_e: Tensor,
+        *,
+        ask_out: Callable[[], Tensor | None] | None = None,
+        ask_grad_rows: Callable[[], Tensor | None] | None = None,
+    ) -> Tensor:
         """Send rows of width L, in expert order, through their experts; rows of width L come back.
 
         See ``GroupedExperts.forward``. The projections are not part of it: see the class.
         """
-        rows: Tensor = self.experts(rows_RL, row_weights_R, offsets_e)
+        rows: Tensor = self.experts(rows_RL, row_weights_R, offsets_e, ask_out=ask_out, ask_grad_rows=ask_grad_rows)
         return rows
 
     def forward_tokens(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """The experts of one layer as a module."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -112,7 +114,15 @@ class GroupedExperts(nn.Module):
         """Say in one sentence why that back-end runs."""
         return self._choice().reason
 
-    def forward(self, rows_RD: Tensor, row_weights_R: Tensor, offsets_e: Tensor) -> Tensor:
+    def forward(
+        self,
+        rows_RD: Tensor,
+        row_weights_R: Tensor,
+        offsets_e: Tensor,
+        *,
+        ask_out: Callable[[], Tensor | None] | None = None,
+        ask_grad_rows: Callable[[], Tensor | None] | None = None,
+    ) -> Tensor:
         """Send rows that lie in expert order through their experts.
 
         Args:
@@ -120,9 +130,15 @@ class GroupedExperts(nn.Module):
                 their output is zero.
             row_weights_R: float32, multiplies the activation before the down projection, and the bias of that.
             offsets_e: int32, inclusive ends.
+            ask_out: called when the output is about to be written, also in a recomputed forward pass; it may return
+                memory for it, of the shape and dtype of the rows and contiguous. The back-end ``triton`` writes and
+                returns that; the others do not ask and return a tensor of their own. No output is saved for a backward
+                pass.
+            ask_grad_rows: likewise for the gradient of the rows, called in each backward pass that needs it. Where
+                rows have another use besides, the memory must not be given a second time before they are summed.
 
         Raises:
-            ValueError: see ``grouped_experts``.
+            ValueError: see ``grouped_experts``; memory that does not fit.
         """
         return grouped_experts(
             rows_RD,
@@ -136,6 +152,8 @@ class GroupedExperts(nn.Module):
             backend=self.config.backend,
             table=self._table,
             defer_weight_gradients=self.defer_weight_gradients,
+            ask_out=ask_out,
+            ask_grad_rows=ask_grad_rows,
         )
 
     def forward_tokens(self, x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 
 import torch
@@ -120,7 +121,13 @@ class MoE(nn.Module):
 
     def _run_experts(self, arrived: Dispatched) -> Tensor:
         rows = arrived.rows_RD, arrived.row_weights_R, arrived.offsets_e
-        out_RD: Tensor = again(self.experts, *rows) if self.recomputes_experts else self.experts(*rows)
+        # Where the dispatcher lends memory, rows and their gradients are written where peers read them.
+        run = partial(
+            self.experts,
+            ask_out=partial(self.dispatcher.memory_for_combine, arrived.handle),
+            ask_grad_rows=partial(self.dispatcher.memory_for_gradients, arrived.handle),
+        )
+        out_RD: Tensor = again(run, *rows) if self.recomputes_experts else run(*rows)
         return out_RD
 
     def _run_shared(self, x_TD: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import Function
 from torch.utils.checkpoint import checkpoint
 
 from coterie_parallel.axis import Axis
@@ -121,8 +122,9 @@ def case_problems(
     the second one in two parts. Two more have experts that save their rows. After an overflow all is run again, as in
     training. Nothing is compared before all communication is over: a fault on one rank does not leave others waiting.
 
-    With ``kind = "reuse"`` one instance does that for several batches, each also without gradients and recomputed. With
-    ``kind = "refusals"`` the instance is given wrong arguments first.
+    With ``kind = "reuse"`` one instance does that for several batches, each also without gradients, recomputed, and
+    with experts that write to the memory which the dispatcher lends. With ``kind = "refusals"`` the instance is given
+    wrong arguments first.
 
     Tokens have another width and dtype than the case where the back-end refuses those of the case.
     """
@@ -193,8 +195,11 @@ def _batch_problems(
         gradients = [_backward(layer, axis) for layer in reversed(layers)][::-1]
         others = _square_experts(instance, case, axis, device, guarantees)
         if more:
+            others += _square_experts(instance, case, axis, device, guarantees, in_place=True)
             if guarantees.row_order == "contract":
-                others += _square_experts(instance, case, axis, device, guarantees, recomputes=True)
+                for in_place in (False, True):
+                    ways = {"recomputes": True, "in_place": in_place}
+                    others += _square_experts(instance, case, axis, device, guarantees, **ways)
             others += _without_gradients(instance, case, axis, device, guarantees)
         instance.check()
         grown = instance.grow()
@@ -331,15 +336,44 @@ def _backward(layer: _Layer, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
     return grad_rows_RD, grad_x_TD, grad_weights_TK
 
 
+class _SquareInPlace(Function):
+    """Squares rows, and writes them and their gradient to the memory that the dispatcher lends, where it does."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_RD: Tensor, instance: Dispatcher, handle: Any) -> Tensor:
+        ctx.save_for_backward(rows_RD)
+        ctx.ask = partial(instance.memory_for_gradients, handle)
+        return _written(rows_RD * rows_RD, instance.memory_for_combine(handle))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (rows_RD,) = ctx.saved_tensors
+        return _written(grads[0] * rows_RD * 2, ctx.ask()), None, None
+
+
+def _written(rows_RD: Tensor, memory_RD: Tensor | None) -> Tensor:
+    return rows_RD if memory_RD is None else memory_RD.copy_(rows_RD)
+
+
 def _square_experts(
-    instance: Dispatcher, case: Case, axis: Axis, device: Any, guarantees: Guarantees, *, recomputes: bool = False
+    instance: Dispatcher,
+    case: Case,
+    axis: Axis,
+    device: Any,
+    guarantees: Guarantees,
+    *,
+    recomputes: bool = False,
+    in_place: bool = False,
 ) -> list[str]:
     """Run two layers whose experts square their rows, and return what is wrong with the gradients of the tokens."""
 
     def layer(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         dispatched = instance.dispatch(x_TD, ids_TK, weights_TK)
         with instance.saved_rows(dispatched.handle):
-            rows_RD = dispatched.rows_RD * dispatched.rows_RD
+            if in_place:
+                rows_RD = _SquareInPlace.apply(dispatched.rows_RD, instance, dispatched.handle)
+            else:
+                rows_RD = dispatched.rows_RD * dispatched.rows_RD
         return instance.combine(rows_RD, dispatched.handle)
 
     passed = []
@@ -364,6 +398,7 @@ def _square_experts(
         upstream_TKD = own.grad_y_TD.unsqueeze(1).expand_as(x_TKD)
         (expected_TKD,) = torch.autograd.grad(((x_TKD * x_TKD) * upstream_TKD).sum(), x_TKD)
         name = f"layer {number}: gradient of the tokens through {'recomputed' if recomputes else 'saved'} rows"
+        name += ", outputs written in place" if in_place else ""
         error_TKD = None
         if guarantees.row_error:
             off_TK1 = 2 * guarantees.row_error * largest_value(own.x_TD).unsqueeze(1)

@@ -156,6 +156,27 @@ class Dispatcher(ABC):
         y_TD: Tensor = pending
         return y_TD
 
+    def memory_for_combine(self, handle: Any) -> Tensor | None:
+        """Return memory for the experts' outputs, which `combine` of ``handle`` then brings back without a copy.
+
+        Ask when they are about to be written, on the stream that writes them. Whether a rank asks, and what it does
+        with the memory, is its own affair: `combine` takes other rows as well. Rows in this memory are combined before
+        those of another handle are, and are not used after that.
+
+        Returns:
+            Shape and dtype of the rows that came, any values; or None, where the back-end copies or sends in any case,
+            has lent that memory to a handle that is still to be combined, or would have to wait for peers.
+        """
+        return None
+
+    def memory_for_gradients(self, handle: Any) -> Tensor | None:
+        """Return memory for the gradient of the rows, which the backward pass of `dispatch` then need not copy.
+
+        As `memory_for_combine`, for the backward pass of the experts. Only one gradient is written to it: where rows
+        are used twice, the second one who asks gets None.
+        """
+        return None
+
     def saved_rows(self, handle: Any) -> AbstractContextManager[object]:
         """Return a context for the forward pass of the experts on the rows of ``handle``: how autograd saves them."""
         return nullcontext()

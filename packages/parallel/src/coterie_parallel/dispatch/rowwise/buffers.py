@@ -83,6 +83,10 @@ class Buffers:
         """Return the (C, D) tensor for a purpose."""
         return self._tensor(purpose, width, (self.capacity, width), dtype)
 
+    def existing_rows(self, purpose: str, width: int, dtype: torch.dtype) -> PeerTensor | None:
+        """Return the tensor of `rows` if it has been made; not collective."""
+        return self._tensors.get((purpose, width, dtype))
+
     def values(self, purpose: str) -> PeerTensor:
         """Return the fp32 (C) tensor for a purpose."""
         return self._tensor(purpose, 0, (self.capacity,), torch.float32)

@@ -125,6 +125,17 @@ class RowwiseDispatcher(Dispatcher):
         self._end("combine", pending)
         return pending.shipment.collect(*pending.tensors)
 
+    @runs_eagerly
+    def memory_for_combine(self, handle: Shipment) -> Tensor | None:
+        """See `Dispatcher.memory_for_combine`; None in a recomputed forward pass, whose outputs nobody combines."""
+        # It would also stand in the way of the gradients that are written next.
+        return None if is_in_backward() else self._lend(handle)
+
+    @runs_eagerly
+    def memory_for_gradients(self, handle: Shipment) -> Tensor | None:
+        """See `Dispatcher.memory_for_gradients`."""
+        return self._lend(handle)
+
     def saved_rows(self, handle: Shipment) -> AbstractContextManager[object]:
         """Return the context that the experts must run in; only "fetch" needs it."""
         return handle.keeping_rows()
@@ -199,6 +210,11 @@ class RowwiseDispatcher(Dispatcher):
         exchange.peers.close()
         if is_lost:
             warnings.warn(_NO_ROOM, stacklevel=2)
+
+    def _lend(self, handle: Shipment) -> Tensor | None:
+        check_handle(isinstance(handle, Shipment) and handle.exchange is self._exchange, handle)
+        with torch.no_grad():
+            return handle.lend()
 
     def _saved_rows(self, has_backward: bool) -> SavedRows | None:
         if not torch.is_grad_enabled() or not self._keeps_rows:

@@ -10,8 +10,12 @@ other, as in a recomputed forward pass that ends before its combine, a signal of
 
 An exchange may be given up between its signal and its wait, by a recomputed forward pass that stops there. Signals are
 counted, so the next exchange of that kind first waits for those of the one that was given up.
+
+The memory that `offer` copies to can be lent before, to be written in place. That is no exchange and waits for nothing:
+it is lent only where rows of all peers have come since the last outputs, and where it has been made.
 """
 
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coterie_parallel.dispatch.options import DispatchOptions
-from coterie_parallel.dispatch.rowwise.buffers import Buffers
+from coterie_parallel.dispatch.rowwise.buffers import Buffers, alias
 from coterie_parallel.dispatch.rowwise.capacity import (
     Counters,
     expert_counts,
@@ -78,6 +82,9 @@ class RowExchange:
         self.backend = backend
         self._last = ""
         self._unwaited: set[str] = set()
+        # Whether all peers have read what was offered last; and to whom that memory is lent.
+        self._is_read = True
+        self._borrower: weakref.ref[object] | None = None
         self.num_tokens = max(1, num_tokens)
         self.buffers = Buffers(peers, self.first_capacity(options.capacity_factor))
         self._make_boards()
@@ -141,17 +148,39 @@ class RowExchange:
     def receive(self, plan: RowPlan, rows: PeerTensor, *, with_weights: bool) -> None:
         """Wait until the rows of all peers are here, and clear the padding between them."""
         self._wait_once("rows")
+        if self._last == "put":
+            self._is_read = True
         if self.alignment > 1:
             weights_C = self.buffers.values("row weights").local if with_weights else None
             clear_padding(rows.local, weights_C, plan.offsets_e, plan.total_e, backend=self.backend)
 
-    def offer(self, rows_RD: Tensor, row_weights_R: Tensor | None, offsets_e: Tensor) -> PeerTensor:
-        """Lay out rows, and a value for each row, for their sources to read, and say so; returns where the rows lie."""
+    def lend(self, borrower: object, num_rows: int, width: int, dtype: torch.dtype) -> Tensor | None:
+        """Return memory for rows that ``borrower`` is to offer, if it is free and peers have read what was there."""
+        outputs = self.buffers.existing_rows("offered rows", width, dtype)
+        is_lent = self._borrower is not None and self._borrower() is not None
+        if outputs is None or is_lent or not self._is_read:
+            return None
+        # Whoever saved what is there now must not use it any more.
+        torch.autograd.graph.increment_version(outputs.local)
+        self._borrower = weakref.ref(borrower)
+        return alias(outputs, num_rows)
+
+    def offer(
+        self, rows_RD: Tensor, row_weights_R: Tensor | None, offsets_e: Tensor, borrower: object = None
+    ) -> PeerTensor:
+        """Lay out rows, and a value for each row, for their sources to read, and say so; returns where the rows lie.
+
+        Raises:
+            ValueError: for rows in memory that was lent, but not to ``borrower``, or offered since.
+        """
+        is_laid_out = self._is_laid_out(rows_RD, borrower)
         self._wait_once("outputs")
         self._separate("get")
-        self._last = "get"
+        self._last, self._is_read, self._borrower = "get", False, None
         outputs = self.buffers.rows("offered rows", rows_RD.shape[1], rows_RD.dtype)
-        copy_used(rows_RD, outputs.local, offsets_e, backend=self.backend)
+        if not is_laid_out:
+            torch.autograd.graph.increment_version(outputs.local)
+            copy_used(rows_RD, outputs.local, offsets_e, backend=self.backend)
         if row_weights_R is not None:
             weights_C = self.buffers.values("offered weights").local
             copy_used(row_weights_R, weights_C, offsets_e, backend=self.backend)
@@ -261,6 +290,17 @@ class RowExchange:
         # Peers write here too, unseen by autograd: whoever saved these rows must not use them any more.
         torch.autograd.graph.increment_version(rows.local)
         put_rows(x_TD, weights_TK, plan, rows, row_weights, backend=self.backend)
+
+    def _is_laid_out(self, rows_RD: Tensor, borrower: object) -> bool:
+        outputs = self.buffers.existing_rows("offered rows", rows_RD.shape[1], rows_RD.dtype)
+        if outputs is None or rows_RD.numel() == 0 or rows_RD.data_ptr() != outputs.local.data_ptr():
+            return False
+        if self._borrower is None or self._borrower() is not borrower or rows_RD.stride() != outputs.local.stride():
+            raise ValueError(
+                "these rows lie in memory that the dispatcher lent, and that has been used since; combine what is "
+                "written there, as it is, before the rows of another handle"
+            )
+        return True
 
     def _signal(self, phase: str) -> None:
         self.peers.signal(phase)

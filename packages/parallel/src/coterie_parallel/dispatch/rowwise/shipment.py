@@ -69,14 +69,17 @@ class Shipment:
         """Lay out the rows for their sources; what returns stands for them until `collect`.
 
         Raises:
-            ValueError: for a second time under gradients; a recomputed forward pass does not count.
+            ValueError: for a second time under gradients; a recomputed forward pass does not count. For rows in
+                memory that was lent and used since.
         """
+        is_combined = self._is_combined
         if torch.is_grad_enabled() and rows_RD.requires_grad and not is_in_backward():
             # The gradients of the first would lie where those of the second come, while autograd still needs them.
             if self._is_combined:
                 raise ValueError("a handle is combined once under gradients; dispatch again, or add the rows up before")
-            self._is_combined = True
+            is_combined = True
         token_RD: Tensor = _Offer.apply(rows_RD, self)
+        self._is_combined = is_combined
         return token_RD
 
     def collect(self, token_RD: Tensor) -> Tensor:
@@ -89,6 +92,11 @@ class Shipment:
         if self.saved_rows != "fetch":
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    def lend(self) -> Tensor | None:
+        """Return memory for the rows that are offered next, outputs or gradients, if there is any."""
+        rows_CD = self._rows.local
+        return self.exchange.lend(self, self.num_rows, rows_CD.shape[1], rows_CD.dtype)
 
     def _send(self, x_TD: Tensor, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
         buffers = self.exchange.buffers
@@ -134,7 +142,7 @@ class Shipment:
         return alias(self._gradients, self.num_rows)
 
     def _offer_gradients(self, grad_rows_RD: Tensor, grad_weights_R: Tensor) -> tuple[Tensor, Tensor]:
-        self._outputs = self.exchange.offer(grad_rows_RD, grad_weights_R, self.offsets_e)
+        self._outputs = self.exchange.offer(grad_rows_RD, grad_weights_R, self.offsets_e, self)
         weights = self.exchange.buffers.values("offered weights")
         return alias(self._outputs, self.num_rows), alias(weights, self.num_rows)
 
@@ -204,7 +212,7 @@ class _Offer(Function):
     @staticmethod
     def forward(ctx: Any, rows_RD: Tensor, shipment: Shipment) -> Tensor:
         ctx.shipment = shipment
-        shipment._outputs = shipment.exchange.offer(rows_RD, None, shipment.offsets_e)
+        shipment._outputs = shipment.exchange.offer(rows_RD, None, shipment.offsets_e, shipment)
         return alias(shipment._outputs, shipment.num_rows)
 
     @staticmethod
