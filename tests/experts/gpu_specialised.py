@@ -1,4 +1,4 @@
-"""The specialised kernels beside the plain ones: `python3 tests/experts/gpu_specialised.py [--only PARTS] [--json FILE]`.
+"""Specialised kernels beside the plain ones: `python3 tests/experts/gpu_specialised.py [--only PARTS] [--json FILE]`.
 
 Each part holds specialised kernels of the package, with rings of several lengths, to the plain ones, bit by bit where
 that is promised, and then times them beside those, one call of each in turn.
