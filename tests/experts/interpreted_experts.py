@@ -1,15 +1,17 @@
 """Tests of the Triton back-end, beside its conformance, for a process with TRITON_INTERPRET=1."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import triton
 import triton.language as tl
-from coterie_experts import ExpertsConfig, GroupedExperts, grouped_swiglu
+from coterie_experts import ExpertsConfig, GroupedExperts, grouped_experts, grouped_swiglu
 from coterie_experts.grouped_swiglu import triton_backward, triton_layout, triton_native
 from coterie_experts.token_rows import sort_slots
 from torch import Tensor
 
-from experts import test_idle_and_padding, test_main_grad, test_tokens, test_values
+from experts import test_idle_and_padding, test_main_grad, test_module, test_tokens, test_values
 from experts.cases import CASES, Case, make_tensors
 from experts.test_values import NAMES, run, run_loop
 
@@ -172,3 +174,29 @@ def test_only_float32_runs_here() -> None:
     sizes = {"d_model": 16, "d_hidden": 16, "device": torch.device("cpu")}
     assert triton_native.obstacle(dtype=torch.float32, **sizes) is None
     assert "runs torch.float32, not torch.bfloat16" in str(triton_native.obstacle(dtype=torch.bfloat16, **sizes))
+
+
+def test_offsets_may_be_a_column() -> None:
+    test_module.check_offsets_in_a_column("triton")
+
+
+def test_rows_weights_and_main_grads_at_any_address() -> None:
+    # The first element of a flat buffer belongs to somebody else.
+    def moved(tensor: Tensor) -> Tensor:
+        return torch.cat((tensor.new_zeros(1), tensor.flatten()))[1:].view(tensor.shape)
+
+    def run(place: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        x, grad, up, down = (
+            torch.randn(*shape, generator=generator) for shape in ((9, 16), (9, 16), (2, 48, 16), (2, 16, 24))
+        )
+        leaves = [place(one).requires_grad_() for one in (x, up, down)]
+        leaves[1].main_grad = place(torch.zeros(2, 48, 16))
+        offsets = torch.tensor([4, 9], dtype=torch.int32)
+        y = grouped_experts(leaves[0], torch.ones(9), offsets, leaves[1], leaves[2], backend="triton")
+        y.backward(place(grad))
+        return [y.detach(), leaves[0].grad, leaves[1].main_grad, leaves[2].grad]
+
+    assert moved(torch.zeros(4)).data_ptr() % 16 != 0
+    for one, other in zip(run(moved), run(torch.clone), strict=True):
+        assert torch.equal(one, other)

@@ -1,4 +1,4 @@
-"""Problems for the specialised kernels, what is asked of them, and the same in plain torch: for `gpu_specialised.py`."""
+"""Problems for the specialised kernels, what is asked of them, and the same in torch: for `gpu_specialised.py`."""
 
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, untyped-decorator, no-untyped-call"
 

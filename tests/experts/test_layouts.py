@@ -116,6 +116,18 @@ def test_layouts_without_a_gate() -> None:
     assert single["2.down_proj.weight"].data_ptr() == experts.down[2].data_ptr()
 
 
+def test_layouts_with_the_wrong_gate_are_refused() -> None:
+    plain, gated = build(0, 8, activation="relu_squared"), build(0, 8)
+    for layout in (per_expert_views, fused_views):
+        with pytest.raises(ValueError, match=r"up \(8, 20, 12\) has no gate rows beside .*: pass gated=False"):
+            layout(plain.up, plain.down)
+        with pytest.raises(ValueError, match=r"up \(8, 40, 12\) has gate rows beside .*: pass gated=True"):
+            layout(gated.gate_up, gated.down, gated=False)
+        for up, down in ((gated.gate_up, gated.down[1:]), (gated.gate_up.mT, gated.down), (gated.gate_up[0],) * 2):
+            with pytest.raises(ValueError, match=r"up must be \(e, 2H, D\), or \(e, H, D\) with gated=False"):
+                layout(up, down)
+
+
 def gpt_oss(seed: int = 5) -> GroupedExperts:
     experts = build(0, 8, seed=seed, activation="swiglu_clamped", bias=True)
     for bias in (experts.gate_up_bias, experts.down_bias):

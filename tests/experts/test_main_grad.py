@@ -66,3 +66,10 @@ def test_wrong_main_grad_is_refused(wrong: torch.Tensor) -> None:
     experts.down.main_grad = wrong
     with pytest.raises(ValueError, match=r"main_grad must be float32 of shape \(3, 12, 20\), but is"):
         run(experts, 1)
+
+
+def test_main_grad_on_another_device_is_refused() -> None:
+    experts = build("torch")
+    experts.down.main_grad = torch.zeros(experts.down.shape, device="meta")
+    with pytest.raises(ValueError, match="main_grad is on meta but its parameter is on cpu"):
+        run(experts, 1)

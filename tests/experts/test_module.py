@@ -177,6 +177,28 @@ def test_wrong_ids_are_refused(ids: Tensor, text: str) -> None:
         GroupedExperts(config()).forward_tokens(torch.zeros(1, 12), ids, torch.zeros(1, 2))
 
 
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_tokens_of_another_width_or_without_choices_are_refused(backend: str) -> None:
+    experts = GroupedExperts(config(backend=backend))
+    with pytest.raises(ValueError, match="x must have the width of the experts, 12, but has 11"):
+        experts.forward_tokens(torch.randn(3, 11), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
+    with pytest.raises(ValueError, match="at least one choice a token, but K is 0"):
+        experts.forward_tokens(torch.randn(3, 12), torch.zeros(3, 0, dtype=torch.int64), torch.ones(3, 0))
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_offsets_may_be_a_column(backend: str) -> None:
+    check_offsets_in_a_column(backend)
+
+
+def check_offsets_in_a_column(backend: str) -> None:
+    experts = GroupedExperts(ExpertsConfig(d_model=16, d_hidden=24, num_experts=3, backend=backend))
+    init_experts(experts, seed=0, std=0.02, name="experts")
+    table = torch.tensor([[1, 6], [3, 6], [6, 6]], dtype=torch.int32)
+    rows, weights = torch.randn(6, 16), torch.ones(6)
+    assert torch.equal(experts(rows, weights, table[:, 0]), experts(rows, weights, table[:, 0].contiguous()))
+
+
 def test_forward_tokens_needs_all_experts() -> None:
     share = GroupedExperts(config(), first_expert=4, num_local_experts=4)
     with pytest.raises(ValueError, match="needs all 8 experts on one rank, but 4 are here"):

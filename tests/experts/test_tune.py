@@ -107,6 +107,64 @@ def test_wrong_sizes_are_refused(text: str, capsys: pytest.CaptureFixture[str]) 
     )
 
 
+def test_widths_that_no_kernel_has_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--size", "64,65,63,4,2"], FakeTimer())
+    text = "size '64,65,63,4,2' cannot be measured: d_model (65) and d_hidden (63) must be a multiple of 8"
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["nan", "-5", "0", "inf", "1e300", "soon"])
+def test_wrong_limits_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([f"--limit-s={text}"], FakeTimer())
+    assert f"--limit-s: '{text}' must be a number of seconds above 0" in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_written_are_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    for out, text in (
+        ("", "'' must be a file to write, not a folder"),
+        (".", "'.' must be a file to write, not a folder"),
+        ("nodir/x.json", "'nodir/x.json' cannot be written: there is no folder 'nodir'"),
+        ("file/x.json", "'file/x.json' cannot be written: there is no folder 'file'"),
+    ):
+        timer = FakeTimer()
+        with pytest.raises(SystemExit):
+            main(["--size", "64,64,32,4,2", "--out", out], timer)
+        assert timer.now_s == 0
+        assert f"--out: {text}" in capsys.readouterr().err
+    # Also without --out: the default is a file of the folder that one is in.
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(SystemExit):
+        main(["--size", "64,64,32,4,2"], FakeTimer())
+    assert "folder '.' is read-only" in capsys.readouterr().err
+
+
+class WideFails(FakeTimer):
+    """Nothing can run where the model is wide."""
+
+    def layer_us(self, size: LayerSize, table: TileTable) -> dict[str, float]:
+        times = super().layer_us(size, table)
+        return dict.fromkeys(times, float("inf")) if size.d_model >= 3072 else times
+
+
+def test_sizes_that_nothing_could_run_are_not_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, wide, small = tmp_path / "tiles.json", ["--size", "64,4096,32,4,2"], ["--size", "64,64,32,4,2"]
+    assert main(["--out", str(file), *wide], WideFails()) == 1
+    assert not file.exists()
+    said = capsys.readouterr().out
+    assert "  none of triton, torch, quack could run this layer; nothing is recorded for it" in said
+    assert said.endswith("nothing was recorded\n")
+    assert main(["--out", str(file), *wide, *small], WideFails()) == 0
+    assert "1 of 2 sizes recorded" in capsys.readouterr().out
+    assert list(load_table(file).tiles) == ["narrow-small-few"]
+    assert list(load_table(file).backends) == ["narrow-small"]
+
+
 def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one")
@@ -120,7 +178,7 @@ def test_candidates_begin_with_the_built_in_tile() -> None:
         tried = candidates(kernel)
         assert tried[0] == {}
         for change in tried:
-            assert TileTable(capability="", dtype="", tiles={"a": {kernel: change}}).problems() == []
+            assert TileTable(capability="", dtype="", tiles={"wide-small-few": {kernel: change}}).problems() == []
 
 
 @pytest.mark.parametrize(
@@ -129,11 +187,23 @@ def test_candidates_begin_with_the_built_in_tile() -> None:
         ("", "JSONDecodeError"),
         ('{"capability": "9.0"}', "TypeError"),
         ('{"capability": "9.0", "dtype": "bfloat16", "speed": 1}', "TypeError"),
-        ('{"capability": "9.0", "dtype": "bfloat16", "backends": {"a": ["cuda"]}}', "'cuda' is not one of triton"),
-        ('{"capability": "9.0", "dtype": "bfloat16", "tiles": {"a": {"left": {}}}}', "'left' is not one of up, down"),
-        ('{"capability": "9.0", "dtype": "bfloat16", "tiles": {"a": {"up": {"rows": 64}}}}', "rows = 64 is not one of"),
-        ('{"capability": "9.0", "dtype": "bfloat16", "tiles": {"a": {"up": {"band": true}}}}', "band = True is not"),
-        ('{"capability": "9.0", "dtype": "bfloat16", "tiles": {"a": {"up": {"band": 0}}}}', "must be at least 1"),
+        ('{"capability": "9.0", "dtype": "bf16", "backends": {"wide-small": ["cuda"]}}', "'cuda' is not one of triton"),
+        (
+            '{"capability": "9.0", "dtype": "bf16", "tiles": {"wide-small-few": {"left": {}}}}',
+            "'left' is not one of up, down",
+        ),
+        (
+            '{"capability": "9.0", "dtype": "bf16", "tiles": {"wide-small-few": {"up": {"rows": 64}}}}',
+            "rows = 64 is not one of",
+        ),
+        (
+            '{"capability": "9.0", "dtype": "bf16", "tiles": {"wide-small-few": {"up": {"band": true}}}}',
+            "band = True is not",
+        ),
+        (
+            '{"capability": "9.0", "dtype": "bf16", "tiles": {"wide-small-few": {"up": {"band": 0}}}}',
+            "must be at least 1",
+        ),
     ],
 )
 def test_files_that_are_no_table(values: str, text: str, tmp_path: Path) -> None:
@@ -143,6 +213,40 @@ def test_files_that_are_no_table(values: str, text: str, tmp_path: Path) -> None
         load_table(file)
     with pytest.raises(ValueError, match="tiles file"):
         GroupedExperts(ExpertsConfig(d_model=8, d_hidden=4, num_experts=2, tiles=str(file)))
+
+
+def test_what_would_have_no_effect_is_refused() -> None:
+    def problems(**changes: object) -> list[str]:
+        return table(**changes).problems()
+
+    def of_kernel(kernel: str, **changes: object) -> list[str]:
+        return problems(tiles={"narrow-medium-many": {kernel: changes}})
+
+    (text,) = problems(tiles={"narow-medium-many": {"up": {"band": 4}}})
+    assert text.startswith("tiles: class 'narow-medium-many' is not one of narrow-small-few, narrow-small-many, ")
+    (text,) = problems(backends={"narrow-medium-many": ("triton",)})
+    assert text == (
+        "backends: class 'narrow-medium-many' is not one of narrow-small, narrow-medium, narrow-large, wide-small, "
+        "wide-medium, wide-large"
+    )
+    (text,) = problems(backends={"narrow-medium": ()})
+    assert text == "backends of narrow-medium: must name at least one of triton, quack, te, torch, reference"
+    for ring in (-1, 1, 2, 5):
+        assert of_kernel("up", ring=ring) == [f"tiles of narrow-medium-many, up: ring ({ring}) must be one of 0, 3, 4"]
+    for ring in (0, 3, 4):
+        assert of_kernel("up", ring=ring) == []
+    assert of_kernel("grad_hidden", ring=3) == [
+        "tiles of narrow-medium-many, grad_hidden: ring = 3 is not one of band (int), flatten (bool), num_stages (int)"
+    ]
+
+
+def test_every_class_of_a_layer_is_known() -> None:
+    for d_model in (64, 4096):
+        for d_hidden in (64, 1024, 8192):
+            for num_rows in (1, 10**6):
+                size = shape_class(d_model, d_hidden, num_rows=num_rows, num_experts=2)
+                widths = width_class(d_model, d_hidden)
+                assert table(tiles={size: {}}, backends={widths: ("triton",)}).problems() == []
 
 
 def test_missing_file_and_file_on_the_cpu(tmp_path: Path) -> None:

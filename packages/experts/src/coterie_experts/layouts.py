@@ -33,7 +33,12 @@ MIXTRAL_NAMES = ("w1", "w3", "w2")
 
 
 def fused_views(up: Tensor, down: Tensor, *, gated: bool = True) -> dict[str, Tensor]:
-    """Return ``gate_up_proj``, or ``up_proj`` if not gated, and ``down_proj``; they share memory with the arguments."""
+    """Return ``gate_up_proj``, or ``up_proj`` if not gated, and ``down_proj``; they share memory with the arguments.
+
+    Raises:
+        ValueError: as ``per_expert_views``.
+    """
+    _check_gated(up, down, gated)
     return {"gate_up_proj" if gated else "up_proj": up.detach(), "down_proj": down.detach()}
 
 
@@ -53,7 +58,11 @@ def per_expert_views(
         first_expert: global id of the first expert in the tensors.
         gated: whether there are gate rows; without them there are two tensors for each expert and not three.
         names: of gate, up and down.
+
+    Raises:
+        ValueError: the shapes of ``up`` and ``down`` differ from the above, as where ``gated`` is wrong.
     """
+    _check_gated(up, down, gated)
     views = {}
     gate_name, up_name, down_name = names
     pairs = zip(up.detach().unbind(), down.detach().unbind(), strict=True)
@@ -102,6 +111,21 @@ def load_views(views: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> No
     _raise_differences({name: tuple(view.shape) for name, view in views.items()}, tensors)
     for name, view in views.items():
         view.copy_(tensors[name])
+
+
+def _check_gated(up: Tensor, down: Tensor, gated: bool) -> None:
+    shapes = tuple(up.shape), tuple(down.shape)
+    if up.dim() == down.dim() == 3:
+        num_experts, d_model, d_hidden = down.shape
+        if shapes[0] == (num_experts, (2 if gated else 1) * d_hidden, d_model):
+            return
+        if shapes[0] == (num_experts, (1 if gated else 2) * d_hidden, d_model):
+            rows = "no gate rows" if gated else "gate rows"
+            raise ValueError(f"up {shapes[0]} has {rows} beside down {shapes[1]}: pass gated={not gated}")
+    raise ValueError(
+        f"up must be (e, 2H, D), or (e, H, D) with gated=False, and down (e, D, H), but they are {shapes[0]} and "
+        f"{shapes[1]} with gated={gated}"
+    )
 
 
 def _interleaved_views(gate_up: Tensor, down: Tensor, gate_up_bias: Tensor, down_bias: Tensor) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ def into_main_grad(parameter: Tensor) -> Tensor:
 def split_main_grad(parameter: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return the parameter and the float32 tensor that a kernel adds its gradient to, or None where there is none.
 
-    What a kernel cannot add to (float64, or not contiguous) is left to ``into_main_grad``.
+    What a kernel cannot add to (see ``kernel_main_grad``) is left to ``into_main_grad``.
 
     Raises:
         ValueError: as ``into_main_grad``.
@@ -38,7 +38,7 @@ def split_main_grad(parameter: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def kernel_main_grad(parameter: Tensor) -> Tensor | None:
-    """Return the ``main_grad`` that a kernel can add to, float32 and contiguous, or None.
+    """Return the ``main_grad`` that a kernel can add to, or None: float32, contiguous, at a multiple of 16 bytes.
 
     Raises:
         ValueError: as ``into_main_grad``.
@@ -46,7 +46,7 @@ def kernel_main_grad(parameter: Tensor) -> Tensor | None:
     main_grad = check_main_grad(parameter)
     if main_grad is None or main_grad.dtype != torch.float32 or not main_grad.is_contiguous():
         return None
-    return main_grad
+    return main_grad if main_grad.data_ptr() % 16 == 0 else None
 
 
 def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
@@ -74,6 +74,10 @@ def check_main_grad(parameter: Tensor) -> Tensor | None:
         raise ValueError(
             f"main_grad must be float32 of shape {tuple(parameter.shape)}, "
             f"but is {main_grad.dtype} of shape {tuple(main_grad.shape)}"
+        )
+    if main_grad.device != parameter.device:
+        raise ValueError(
+            f"main_grad is on {main_grad.device} but its parameter is on {parameter.device}; move it there"
         )
     return main_grad
 

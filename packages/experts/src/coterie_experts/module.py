@@ -223,6 +223,10 @@ class GroupedExperts(nn.Module):
                 "shapes must be x (T, D), ids (T, K) and weights (T, K), but are "
                 f"{tuple(x_TD.shape)}, {tuple(ids_TK.shape)} and {tuple(weights_TK.shape)}"
             )
+        elif x_TD.shape[1] != self.config.d_model:
+            found.append(f"x must have the width of the experts, {self.config.d_model}, but has {x_TD.shape[1]}")
+        elif ids_TK.shape[1] == 0:
+            found.append("ids (T, K) must have at least one choice a token, but K is 0")
         if ids_TK.dtype != torch.int64:
             found.append(f"ids must be torch.int64, but are {ids_TK.dtype}")
         elif ids_TK.device != x_TD.device:

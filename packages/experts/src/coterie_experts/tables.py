@@ -7,7 +7,7 @@ reads where its config names it (``ExpertsConfig.tiles``).
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import inf
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ KERNELS = ("up", "down", "grad_hidden", "grad_rows", "grad_down", "grad_gate_up"
 """The matrix kernels of the Triton back-end; see ``triton_tiles.TileSet``."""
 
 _CHANGEABLE: dict[str, type] = {"band": int, "flatten": bool, "num_stages": int, "ring": int}
-# What they must be at least, and at most.
-_RANGES: dict[str, tuple[int, float]] = {"band": (1, inf), "flatten": (0, 1), "num_stages": (1, inf), "ring": (0, 4)}
+# 0 for the plain kernel; what the specialised kernels take.
+_RINGS = (0, 3, 4)
+_WIDTH_CLASSES = tuple("-".join(parts) for parts in product(("narrow", "wide"), ("small", "medium", "large")))
+_SHAPE_CLASSES = tuple("-".join(parts) for parts in product(_WIDTH_CLASSES, ("few", "many")))
 _BACKENDS = ("triton", "quack", "te", "torch", "reference")
 
 # Capability and dtype to class of widths to back-ends, the fastest first: tests/experts/results/experts-1xh200.json.
@@ -64,8 +66,7 @@ class TileTable:
         device: its name, for people.
         backends: class of widths to back-ends, the fastest first.
         tiles: shape class to kernel to what its tile has other than the built-in one: ``band``, ``flatten``,
-            ``num_stages`` and ``ring``. None of these changes a bit of a result, but that the gradients of the row
-            weights are summed in another order with a ring of ``grad_hidden`` than without.
+            ``num_stages`` and ``ring``, which ``grad_hidden`` has not. None of these changes a bit of a result.
     """
 
     capability: str
@@ -86,24 +87,25 @@ class TileTable:
 
     def problems(self) -> list[str]:
         """Return every fault as one sentence."""
-        found = [
-            f"backends of {name}: {backend!r} is not one of {', '.join(_BACKENDS)}"
-            for name, backends in self.backends.items()
-            for backend in backends
-            if backend not in _BACKENDS
-        ]
+        found = []
+        for name, backends in self.backends.items():
+            if name not in _WIDTH_CLASSES:
+                found.append(f"backends: class {name!r} is not one of {', '.join(_WIDTH_CLASSES)}")
+            if not backends:
+                found.append(f"backends of {name}: must name at least one of {', '.join(_BACKENDS)}")
+            found += [
+                f"backends of {name}: {backend!r} is not one of {', '.join(_BACKENDS)}"
+                for backend in backends
+                if backend not in _BACKENDS
+            ]
         for name, kernels in self.tiles.items():
+            if name not in _SHAPE_CLASSES:
+                found.append(f"tiles: class {name!r} is not one of {', '.join(_SHAPE_CLASSES)}")
             for kernel, changes in kernels.items():
                 if kernel not in KERNELS:
                     found.append(f"tiles of {name}: {kernel!r} is not one of {', '.join(KERNELS)}")
-                for key, value in changes.items():
-                    if type(value) is not _CHANGEABLE.get(key):
-                        wanted = ", ".join(f"{key} ({kind.__name__})" for key, kind in _CHANGEABLE.items())
-                        found.append(f"tiles of {name}, {kernel}: {key} = {value!r} is not one of {wanted}")
-                    elif not _RANGES[key][0] <= value <= _RANGES[key][1]:
-                        least, most = _RANGES[key]
-                        wanted = f"at least {least}" if most == inf else f"from {least} to {most}"
-                        found.append(f"tiles of {name}, {kernel}: {key} ({value}) must be {wanted}")
+                faults = [_fault(kernel, key, value) for key, value in changes.items()]
+                found += [f"tiles of {name}, {kernel}: {fault}" for fault in faults if fault is not None]
         return found
 
     def write(self, path: Path) -> None:
@@ -129,6 +131,20 @@ def load_table(path: str | Path) -> TileTable:
     if problems:
         raise ValueError("\n".join(f"tiles file {path}: {problem}" for problem in problems))
     return table
+
+
+def _fault(kernel: str, key: str, value: int | bool) -> str | None:
+    """Return what is wrong with this attribute of the tile of a kernel, with what would be right, or None."""
+    valid = {name: kind for name, kind in _CHANGEABLE.items() if (kernel, name) != ("grad_hidden", "ring")}
+    if type(value) is not valid.get(key):
+        return (
+            f"{key} = {value!r} is not one of {', '.join(f'{name} ({kind.__name__})' for name, kind in valid.items())}"
+        )
+    if key == "ring" and value not in _RINGS:
+        return f"ring ({value}) must be one of {', '.join(map(str, _RINGS))}"
+    if key in ("band", "num_stages") and value < 1:
+        return f"{key} ({value}) must be at least 1"
+    return None
 
 
 def _name_of(dtype: torch.dtype) -> str:

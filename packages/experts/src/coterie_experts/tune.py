@@ -7,12 +7,17 @@ names it: ``ExpertsConfig(..., tiles="coterie-experts-tiles.json")``.
 """
 
 import argparse
+import os
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
+from coterie_experts.grouped_swiglu.alignment import width_obstacle
 from coterie_experts.tables import KERNELS, TileTable, shape_class, width_class
 
 __all__ = ["SIZES", "LayerSize", "Timer", "candidates", "main", "record"]
@@ -37,11 +42,14 @@ class LayerSize:
         """Read "T,D,H,E,K".
 
         Raises:
-            ValueError: these are not five numbers from 1 on, or K is above E.
+            ValueError: these are not five numbers from 1 on, K is above E, or no Triton kernel has such widths.
         """
         numbers = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
         if len(numbers) != 5 or min(numbers) < 1 or numbers[4] > numbers[3]:
             raise ValueError(f"a size must be T,D,H,E,K: five numbers from 1 on with K at most E, but is {text!r}")
+        obstacle = width_obstacle(d_model=numbers[1], d_hidden=numbers[2], dtype=torch.bfloat16)
+        if obstacle is not None:
+            raise ValueError(f"size {text!r} cannot be measured: {obstacle}")
         names = ("tokens", "d_model", "d_hidden", "num_experts", "choices")
         return cls(**dict(zip(names, numbers, strict=True)))
 
@@ -124,15 +132,20 @@ def record(
 ) -> TileTable:
     """Measure sizes one after another and return the table, saved after each; stop when the limit is over.
 
-    What the limit cuts off is not recorded: a size counts once all of its kernels have been timed.
+    What the limit cuts off is not recorded: a size counts once all of its kernels have been timed. Nor is a size that
+    no back-end could run: ``auto`` would have nothing to choose from.
     """
     start = clock()
     tiles: dict[str, dict[str, Changes]] = {}
     backends: dict[str, tuple[str, ...]] = {}
 
-    def table() -> TileTable:
+    def table(more: Mapping[str, dict[str, Changes]] | None = None) -> TileTable:
         return TileTable(
-            capability=timer.capability, dtype=timer.dtype, device=timer.device, tiles=tiles, backends=backends
+            capability=timer.capability,
+            dtype=timer.dtype,
+            device=timer.device,
+            tiles={**tiles, **(more or {})},
+            backends=dict(backends),
         )
 
     for number, size in enumerate(sizes, 1):
@@ -151,10 +164,14 @@ def record(
             else:
                 best = 0
             say(f"  {kernel}: {tried[best] or 'built-in'}, {times[best]:.0f} us (built-in: {times[0]:.0f})")
+        by_name = timer.layer_us(size, table({size.shape_class: found}))
+        order = _fastest_first(by_name)
+        if not order:
+            say(f"  none of {', '.join(by_name)} could run this layer; nothing is recorded for it")
+            continue
         tiles[size.shape_class] = found
-        by_name = timer.layer_us(size, table())
-        backends[size.width_class] = _fastest_first(by_name)
-        say("  " + ", ".join(f"{name} {by_name[name]:.0f} us" for name in backends[size.width_class]))
+        backends[size.width_class] = order
+        say("  " + ", ".join(f"{name} {by_name[name]:.0f} us" for name in order))
         save(table())
     return table()
 
@@ -168,11 +185,36 @@ def _fastest_first(times: Mapping[str, float]) -> tuple[str, ...]:
     return tuple(found)
 
 
+def _file_to_write(text: str) -> Path:
+    path = Path(text)
+    if not text or path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} must be a file to write, not a folder or nothing")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: there is no folder {str(path.parent)!r}")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: folder {str(path.parent)!r} is read-only")
+    return path
+
+
+def _limit(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    # The longest time that can be waited for; NaN is in no range.
+    if not 0 < seconds <= threading.TIMEOUT_MAX:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be a number of seconds above 0 and at most {threading.TIMEOUT_MAX:.0f}"
+        )
+    return seconds
+
+
 def main(arguments: list[str] | None = None, timer: Timer | None = None) -> int:
     """Run the command; return 0 once something is recorded, also when it was interrupted."""
     parser = argparse.ArgumentParser(prog="python -m coterie_experts.tune", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path(DEFAULT_FILE), help=f"the file to write ({DEFAULT_FILE})")
-    parser.add_argument("--limit-s", type=float, default=600.0, metavar="SECONDS", help="when to stop (600)")
+    # argparse checks a default that is a string like what is given.
+    parser.add_argument("--out", type=_file_to_write, default=DEFAULT_FILE, help=f"the file to write ({DEFAULT_FILE})")
+    parser.add_argument("--limit-s", type=_limit, default=600.0, metavar="SECONDS", help="when to stop (600)")
     parser.add_argument("--size", action="append", metavar="T,D,H,E,K", help="a layer to measure; can be repeated")
     options = parser.parse_args(arguments)
     try:

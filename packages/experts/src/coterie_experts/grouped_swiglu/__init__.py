@@ -105,7 +105,7 @@ def grouped_experts(
         table=table,
     )
     deferral = deferral_of(defer_weight_gradients, up=up, down=down, up_bias=up_bias, down_bias=down_bias)
-    inputs = (rows_RD, row_weights_R, offsets_e)
+    inputs = (rows_RD, row_weights_R, offsets_e.contiguous())
     if choice.name == "triton":
         return triton_native.grouped_experts(
             *inputs,

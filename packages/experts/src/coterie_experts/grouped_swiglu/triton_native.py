@@ -130,7 +130,7 @@ class _TritonExperts(torch.autograd.Function):
         from coterie_experts.grouped_swiglu.triton_layout import pad_rows
         from coterie_experts.grouped_swiglu.triton_tiles import choose_tiles
 
-        x_SD, up, down = _row_major(x_SD), up.contiguous(), down.contiguous()
+        x_SD, up, down = _row_major(x_SD), _whole(up), _whole(down)
         up_bias = None if up_bias is None else up_bias.contiguous()
         down_bias = None if down_bias is None else down_bias.contiguous()
         tiles = choose_tiles(
@@ -338,6 +338,14 @@ def _memory(ask: Ask, like_RD: Tensor) -> Tensor | None:
 
 def _row_major(tensor: Tensor) -> Tensor:
     # Rows of 16 bytes that begin at a multiple of 16 bytes: what wide loads need.
-    if tensor.stride(1) == 1 and tensor.stride(0) >= tensor.shape[1] and tensor.stride(0) * tensor.itemsize % 16 == 0:
+    is_wide = tensor.stride(0) * tensor.itemsize % 16 == 0 and tensor.data_ptr() % 16 == 0
+    if tensor.stride(1) == 1 and tensor.stride(0) >= tensor.shape[1] and is_wide:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    # What descriptors of TMA need.
+    if tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)
