@@ -1,5 +1,8 @@
 """Sharded gradients: sums to the bit, no more than two under way, no rank that waits in its backward, and memory."""
 
+import gc
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -168,7 +171,8 @@ def test_a_gap_is_named_where_a_wait_would_be_on_the_device() -> None:
             reducer.micro_batch(is_last=True),
         ):
             named["b"].sum().backward()
-        reducer.zero()
+        reducer = GradientReducer(named.items(), dict.fromkeys(named, DENSE), mesh, SHARDED)  # type: ignore[arg-type]
+        reducer._needs_all = True
         with reducer.micro_batch(is_last=True):
             (named["b"].sum() + 0 * named["a"].sum()).backward()
         assert [float(piece.sum()) for piece in reducer.reduce().values()] == [6.0, 0.0]
@@ -217,3 +221,143 @@ def test_buffers_are_as_large_as_the_buckets_that_take_turns_in_them() -> None:
     assert buffer_numels(layouts) == [max(numels[::2]), max(numels[1::2])]
     assert buffer_numels(layouts[:1]) == numels[:1]
     assert buffer_numels([]) == []
+
+
+class _Raising(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise RuntimeError("in the middle")
+
+
+LAYERS = 6
+
+
+def _layers() -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return {f"layer{number}": nn.Parameter(torch.randn(8, 8, generator=generator)) for number in range(LAYERS)}
+
+
+def _loss(named: dict[str, nn.Parameter], seed: int, raise_before: int | None = None) -> Tensor:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+    for number, weight in enumerate(named.values()):
+        if number == raise_before:
+            x = _Raising.apply(x)
+        x = (x @ weight).tanh()
+    return x.square().sum()
+
+
+def _optimizer(named: dict[str, nn.Parameter], mesh: Any, *, sharded: bool, overlap: bool = True) -> Optimizer:
+    reduction = ReductionConfig(bucket_bytes=256, sharded=sharded, overlap=overlap)
+    return Optimizer(named.items(), dict.fromkeys(named, DENSE), mesh, AdamWConfig(eps=1e-4, reduction=reduction))
+
+
+def _message(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def _enter(optimizer: Optimizer) -> None:
+    with optimizer.micro_batch(is_last=True):
+        pass
+
+
+def _break_off(optimizer: Optimizer, named: dict[str, nn.Parameter], rank: int, *, at: int, is_last: bool) -> None:
+    with pytest.raises(RuntimeError, match="in the middle"), optimizer.micro_batch(is_last=is_last):
+        _loss(named, rank, at).backward()
+
+
+def _go_on_after_failures(rank: int, world: int) -> tuple[dict[str, list[str]], dict[str, list[Tensor]]]:
+    """Fail in the backward, on all ranks, before one of the layers has its gradient, and go on."""
+    refused: dict[str, list[str]] = {}
+    weights: dict[str, list[Tensor]] = {}
+    for case, sharded, overlap, at, is_last in (
+        ("sharded", True, True, 3, True),
+        ("sharded, not last", True, True, 3, False),
+        ("sharded, nothing sent", True, True, 5, True),
+        ("whole, sent", False, True, 3, True),
+        ("whole, not last", False, True, 3, False),
+        ("whole, no overlap", False, False, 3, True),
+        ("none", False, True, None, True),
+    ):
+        with Mesh(make_plan(ParallelConfig(), world), rank, timeout_s=20) as mesh:
+            named = _layers()
+            optimizer = _optimizer(named, mesh, sharded=sharded, overlap=overlap)
+            for step in range(2):
+                if step == 1 and at is not None:
+                    _break_off(optimizer, named, rank, at=at, is_last=is_last)
+                    if sharded or case == "whole, sent":
+                        calls = (
+                            lambda: _enter(optimizer),  # noqa: B023
+                            lambda: optimizer.step(0.01),  # noqa: B023
+                            optimizer.reducer.reduce,
+                            optimizer.zero_grad,
+                        )
+                        refused[case] = [_message(call) for call in calls]
+                        break
+                    optimizer.zero_grad()
+                with optimizer.micro_batch(is_last=True):
+                    _loss(named, 10 * rank + step).backward()
+                optimizer.step(0.01)
+                optimizer.zero_grad()
+            else:
+                weights[case] = [one.detach().clone() for one in named.values()]
+    return refused, weights
+
+
+def test_a_backward_that_failed_in_its_middle_is_final_once_ranks_may_be_out_of_step() -> None:
+    for refused, weights in run_ranks(_go_on_after_failures, 2):
+        assert refused.keys() == {"sharded", "sharded, not last", "sharded, nothing sent", "whole, sent"}
+        for case, messages in refused.items():
+            for message in messages:
+                assert "ranks may have sent different numbers of buckets; start again from a checkpoint" in message, (
+                    case
+                )
+        assert weights.keys() == {"whole, not last", "whole, no overlap", "none"}
+        for case, found in weights.items():
+            assert all(map(torch.equal, found, weights["none"])), case
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_an_optimizer_that_nobody_holds_ends_at_once_and_another_takes_its_parameters(sharded: bool) -> None:
+    mesh = EchoMesh(make_plan(ParallelConfig(), 2), torch.device("cpu"))
+    gc.disable()
+    try:
+        with echoing():
+            named = _layers()
+            layers = nn.ParameterDict(named)
+            # A graph keeps the nodes, and so the hooks, of the first one alive.
+            graph = _loss(named, 0)
+            for _ in range(2):
+                optimizer = _optimizer(named, mesh, sharded=sharded)
+                optimizer.overlap_with_forward([layers])
+                with optimizer.micro_batch(is_last=True):
+                    _loss(named, 1).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                ends = [weakref.ref(one) for one in (optimizer, optimizer.reducer, optimizer.reducer.buckets[0])]
+                ends.append(weakref.ref(optimizer.reducer.buckets[0].shard))
+                optimizer.wait_for_weights()
+                del optimizer
+                assert [end() for end in ends] == [None] * 4
+            assert graph.requires_grad
+    finally:
+        gc.enable()
+
+
+def test_two_living_optimizers_with_sharded_gradients_of_one_parameter_are_named() -> None:
+    mesh = EchoMesh(make_plan(ParallelConfig(), 2), torch.device("cpu"))
+    with echoing():
+        named = _layers()
+        both = [_optimizer(named, mesh, sharded=True) for _ in range(2)]
+        with (
+            pytest.raises(ValueError, match=r"two optimizers hold 'layer5', and one .* has sharded gradients; drop"),
+            both[1].micro_batch(is_last=True),
+        ):
+            _loss(named, 0).backward()

@@ -1,5 +1,6 @@
 """Sum gradients over the ranks that replicate a parameter; each rank keeps one shard of every bucket."""
 
+import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -197,6 +198,11 @@ class GradientReducer:
     ``i - 1``, and what is not complete when the backward ends is sent then, so no rank can meet another in a different
     bucket, whichever gradients it has. No other collective may use these axes while a backward runs.
 
+    A backward that raises in its middle ends this: how many buckets a rank has sent by then can depend on timing. So an
+    exception that leaves `micro_batch` with gradients sharded, or with a bucket sent, is final: each later call raises.
+
+    Its hooks hold it weakly, so it ends with the last reference to it.
+
     Args:
         named_parameters: local parameters by global name, in the order of their use in the forward, as
             ``Module.named_parameters`` gives them; where ranks differ in it, the first of the data axis counts.
@@ -246,33 +252,41 @@ class GradientReducer:
         # A GPU that waits for a buffer waits for its peers, which must not need its tokens before they send.
         self._needs_all = self.config.sharded and mesh.device.type == "cuda" and mesh.axis("expert").size > 1
         self._next = 0
-        self._is_open = self._is_last = self._is_begun = self._is_used = False
+        self._is_open = self._is_last = self._is_begun = self._is_used = self._has_failed = False
         # A node lives only as long as somebody holds it, and its hooks with it.
         self._nodes = [
-            self._watch(bucket, name, parameter)
-            for bucket in self._shared
+            self._watch(number, name, parameter)
+            for number, bucket in enumerate(self._shared)
             for name, parameter in bucket.parameters.items()
         ]
+        _living.add(self)
 
     @contextmanager
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
         """Say which micro-batch the one backward inside belongs to; all ranks must do so alike.
 
-        Optional, unless gradients are sharded: without it, all buckets are sent by `reduce`.
+        Optional, unless gradients are sharded: without it, all buckets are sent by `reduce`. After an exception that
+        leaves it, `zero` and the next step may follow only if gradients are whole and no bucket was sent.
         """
+        self._refuse_failed()
         self._refuse_used()
         self._is_open, self._is_last = True, is_last
+        num_sent_before = self._next
         try:
-            yield
-        finally:
-            self._is_open = False
-        if self.config.sharded:
-            self._refuse_missing()
-            self._send_rest()
-            self._forget_what_was_sent()
-        if self.config.sharded or (is_last and self.config.overlap):
-            self._is_begun = True
-        self._background.finish_ready()
+            try:
+                yield
+            finally:
+                self._is_open = False
+            if self.config.sharded:
+                self._refuse_missing()
+                self._send_rest()
+                self._forget_what_was_sent()
+            if self.config.sharded or (is_last and self.config.overlap):
+                self._is_begun = True
+            self._background.finish_ready()
+        except BaseException:
+            self._has_failed = self.config.sharded or self._next > num_sent_before
+            raise
 
     def reduce(self) -> dict[str, Tensor]:
         """Return this rank's pieces of the summed gradients by name: fp32, 1-D, views into the buckets.
@@ -282,6 +296,7 @@ class GradientReducer:
         The gradient of a parameter is its ``grad`` plus its ``main_grad``, where it has them; none counts as zero.
         Gradients are good for one reduction, as sums are written over a part of them: `zero` comes before the next.
         """
+        self._refuse_failed()
         self._refuse_used()
         self._is_used = True
         if not (self.config.sharded and self._is_begun):
@@ -305,7 +320,12 @@ class GradientReducer:
         return found
 
     def zero(self) -> None:
-        """Forget all gradients. A reduction under way is completed first, as the peers take part in it."""
+        """Forget all gradients.
+
+        A reduction that a whole `micro_batch` has begun is completed first, as the peers take part in it; one that was
+        broken off cannot be, and raises.
+        """
+        self._refuse_failed()
         if self._is_begun and not self.config.sharded:
             self._send_rest()
         self._background.finish()
@@ -314,6 +334,13 @@ class GradientReducer:
         for bucket in self.buckets:
             bucket.zero()
         self._is_used = False
+
+    def _refuse_failed(self) -> None:
+        if self._has_failed:
+            raise ValueError(
+                "the backward of an earlier step failed in its middle, and ranks may have sent different numbers of "
+                "buckets; start again from a checkpoint, with a new Mesh and a new Optimizer"
+            )
 
     def _refuse_used(self) -> None:
         if self._is_used:
@@ -331,11 +358,19 @@ class GradientReducer:
                 "(requires_grad_(False)), or leave gradients whole (sharded=False)"
             )
 
-    def _watch(self, bucket: Bucket, name: str, parameter: Tensor) -> Any:
+    def _watch(self, number: int, name: str, parameter: Tensor) -> Any:
         # Not register_post_accumulate_grad_hook: this hook also fires for a gradient that went to main_grad, and after
         # the hook of `accumulate_in_fp32`.
         node = get_gradient_edge(parameter).node
-        node.register_hook(lambda *_: self._arrive(bucket, name))
+        itself = weakref.ref(self)
+
+        def arrive(*_: Any) -> None:
+            # The node, and so this hook, may live on: in a graph, or with another reducer of the same parameter.
+            reducer = itself()
+            if reducer is not None and not reducer._has_failed:
+                reducer._arrive(reducer._shared[number], name)
+
+        node.register_hook(arrive)
         return node
 
     def _arrive(self, bucket: Bucket, name: str) -> None:
@@ -346,6 +381,11 @@ class GradientReducer:
             )
         if bucket.is_sharded:
             if not self._is_open:
+                if any(one is not self and one._takes(bucket.parameters[name]) for one in _living):
+                    raise ValueError(
+                        f"two optimizers hold {name!r}, and one that is not in micro_batch() has sharded gradients; "
+                        "drop the one that is no longer used (del optimizer, and whatever else refers to it)"
+                    )
                 raise ValueError("with sharded gradients every backward must run in micro_batch()")
         elif not (self._is_open and self._is_last and self.config.overlap):
             return
@@ -359,6 +399,9 @@ class GradientReducer:
                 return
             self._send()
 
+    def _takes(self, parameter: Tensor) -> bool:
+        return self._is_open and any(one is parameter for one in self.parameters.values())
+
     def _send_rest(self) -> None:
         while self._next < len(self._shared):
             self._send()
@@ -369,35 +412,40 @@ class GradientReducer:
         if bucket.is_sharded:
             flat = self._buffers.borrow(number)
             bucket.move_to(flat)
-            self._buffers.lend_to(number, self._background.start(self._sum(bucket, flat)))
+            self._buffers.lend_to(number, self._background.start(_sum(self.config, bucket, flat)))
         else:
-            self._background.start(self._sum(bucket, bucket.fill()))
+            self._background.start(_sum(self.config, bucket, bucket.fill()))
         bucket.is_sent = True
         self._background.finish_ready()
-
-    def _sum(self, bucket: Bucket, flat: Tensor) -> Job:
-        assert bucket.axis is not None
-        sent = flat.to(getattr(torch, self.config.send_dtype))
-        if self.config.sum_order == "backend":
-            received = sent.new_empty(bucket.layout.shard_numel)
-            yield start_reduce_scatter(received, sent, bucket.axis)
-        else:
-            received = torch.empty_like(sent)
-            yield start_all_to_all(received, sent, bucket.axis)
-        first, *others = torch.split(received, bucket.layout.shard_numel)
-        total = first.float()
-        for part in others:
-            total.add_(part)
-        if bucket.is_sharded:
-            bucket.shard.add_(total)
-        else:
-            bucket.shard.copy_(total)
 
     def _forget_what_was_sent(self) -> None:
         self._next = 0
         for bucket in self._shared:
             bucket.is_sent = False
             bucket.arrived.clear()
+
+
+_living: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
+
+
+# No method: a job under way would keep its reducer alive.
+def _sum(config: ReductionConfig, bucket: Bucket, flat: Tensor) -> Job:
+    assert bucket.axis is not None
+    sent = flat.to(getattr(torch, config.send_dtype))
+    if config.sum_order == "backend":
+        received = sent.new_empty(bucket.layout.shard_numel)
+        yield start_reduce_scatter(received, sent, bucket.axis)
+    else:
+        received = torch.empty_like(sent)
+        yield start_all_to_all(received, sent, bucket.axis)
+    first, *others = torch.split(received, bucket.layout.shard_numel)
+    total = first.float()
+    for part in others:
+        total.add_(part)
+    if bucket.is_sharded:
+        bucket.shard.add_(total)
+    else:
+        bucket.shard.copy_(total)
 
 
 def accumulate_in_fp32(parameters: Iterable[Tensor]) -> None:

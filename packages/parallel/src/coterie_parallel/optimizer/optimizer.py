@@ -139,7 +139,7 @@ class Optimizer:
             if self._states[index].bucket.layout.kind == "adamw":
                 is_rounded = adamw.update_(self._states[index], self._factors, self._decays)
             self._publish(index, is_rounded=is_rounded)
-        self._wait(self._arriving.keys() - self._deferred)
+        _wait(self._arriving, self._arriving.keys() - self._deferred)
         return norm
 
     def zero_grad(self) -> None:
@@ -162,7 +162,10 @@ class Optimizer:
             mine = [id(parameter) for parameter in module.parameters() if id(parameter) in bucket_of]
             covered.update(mine)
             indices = {bucket_of[one] for one in mine}
-            module.register_forward_pre_hook(lambda module, args, indices=indices: self._wait(indices))
+            # What is under way, and not the optimizer: weights still arrive when nobody else holds it, and it can end.
+            module.register_forward_pre_hook(
+                lambda module, args, arriving=self._arriving, indices=indices: _wait(arriving, indices)
+            )
         self._deferred = {
             index
             for index, state in enumerate(self._states)
@@ -171,7 +174,7 @@ class Optimizer:
 
     def wait_for_weights(self) -> None:
         """Wait until the parameters hold the weights of the last step; the host does not wait for a GPU."""
-        self._wait(set(self._arriving))
+        _wait(self._arriving, set(self._arriving))
         self._background.finish()
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -232,12 +235,6 @@ class Optimizer:
         if job is not None:
             self._arriving[index] = self._background.start(job)
 
-    def _wait(self, indices: Iterable[int]) -> None:
-        for index in list(indices):
-            ticket = self._arriving.pop(index, None)
-            if ticket is not None:
-                ticket.wait()
-
     def _update_muon(self, exchange: MatrixExchange, states: list[ShardState], rate: float, is_skipped: Tensor) -> None:
         config = self.config.muon
         assert config is not None
@@ -256,3 +253,10 @@ class Optimizer:
                 moved = main * (1 - own_rate * self._decays[name])
                 moved.add_(direction, alpha=-own_rate * self._scales[name])
                 main.copy_(torch.where(is_skipped, main, moved))
+
+
+def _wait(arriving: dict[int, Ticket], indices: Iterable[int]) -> None:
+    for index in list(indices):
+        ticket = arriving.pop(index, None)
+        if ticket is not None:
+            ticket.wait()
