@@ -286,6 +286,10 @@ class GradientReducer:
             self._background.finish_ready()
         except BaseException:
             self._has_failed = self.config.sharded or self._next > num_sent_before
+            if self._has_failed:
+                # The next optimizer of these parameters must not find what this one left.
+                for parameter in self.parameters.values():
+                    parameter.grad = None
             raise
 
     def reduce(self) -> dict[str, Tensor]:
