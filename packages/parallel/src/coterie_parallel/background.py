@@ -61,6 +61,11 @@ class Background:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._tickets: deque[Ticket] = deque()
 
+    def __del__(self) -> None:
+        # Whoever gets the memory of a job that was not waited for comes after it.
+        if self._stream is not None and self._tickets:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
     def start(self, job: Job) -> Ticket:
         """Start ``job``; it ends with its ticket's ``wait``, or with `finish`."""
         ticket = Ticket(job, self._stream)
