@@ -77,6 +77,7 @@ def _cases(bench: Bench) -> list[tuple[str, Layout]]:
         # 64 experts over all ranks, by both ways to move rows.
         everywhere = f"data={bench.world} expert={bench.world}"
         named += [("no_auxiliary_loss", f"{everywhere} dispatcher={name}") for name in ("all_to_all", "rowwise")]
+        named.append(("bias", f"{everywhere} accumulation=4 gradient_sharding=true"))
         whole = "pipeline=2 data=2 expert=2 accumulation=4 schedule=zbv"
         named += [(variant, f"{whole} dispatcher=rowwise") for variant in VARIANTS if variant != "bias"]
     found = []
