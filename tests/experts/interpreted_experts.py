@@ -199,4 +199,5 @@ def test_rows_weights_and_main_grads_at_any_address() -> None:
 
     assert moved(torch.zeros(4)).data_ptr() % 16 != 0
     for one, other in zip(run(moved), run(torch.clone), strict=True):
+        assert (other != 0).any()
         assert torch.equal(one, other)

@@ -9,8 +9,7 @@ from support.bench_ranks import sides_on_ranks
 from support.speed import Pair
 
 WORLD = 4
-# 128 experts, top-4, 99 % of the weights in experts.
-SIZES = DataParallelSizes(width=128, expert_hidden=256, num_layers=1)
+SIZES = DataParallelSizes()  # 128 experts, top-4
 
 
 def bench_data_parallel() -> Iterator[Pair]:

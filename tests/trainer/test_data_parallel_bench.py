@@ -14,7 +14,22 @@ from support.ranks import run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-SMALL = ["--experts", "8", "--top-k", "2", "--width", "32", "--hidden", "48", "--tokens", "64", "--accumulation", "3"]
+SMALL = [
+    "--experts",
+    "8",
+    "--top-k",
+    "2",
+    "--layers",
+    "2",
+    "--width",
+    "32",
+    "--hidden",
+    "48",
+    "--tokens",
+    "64",
+    "--accumulation",
+    "3",
+]
 
 
 def test_the_bytes_are_as_predicted_and_the_losses_are_equal(

@@ -60,9 +60,9 @@ class DataParallelSizes:
 
     num_experts: int = 128
     top_k: int = 4
-    width: int = 64
-    expert_hidden: int = 128
-    num_layers: int = 2
+    width: int = 128
+    expert_hidden: int = 256
+    num_layers: int = 1
     vocab_size: int = 512
     num_tokens: int = 512
     accumulation: int = 4

@@ -259,7 +259,6 @@ class GradientReducer:
             for number, bucket in enumerate(self._shared)
             for name, parameter in bucket.parameters.items()
         ]
-        _living.add(self)
 
     @contextmanager
     def micro_batch(self, *, is_last: bool) -> Iterator[None]:
@@ -385,12 +384,11 @@ class GradientReducer:
             )
         if bucket.is_sharded:
             if not self._is_open:
-                if any(one is not self and one._takes(bucket.parameters[name]) for one in _living):
-                    raise ValueError(
-                        f"two optimizers hold {name!r}, and one that is not in micro_batch() has sharded gradients; "
-                        "drop the one that is no longer used (del optimizer, and whatever else refers to it)"
-                    )
-                raise ValueError("with sharded gradients every backward must run in micro_batch()")
+                raise ValueError(
+                    f"with sharded gradients every backward must run in micro_batch(), and that of {name!r} did not; "
+                    "or it did, but in that of another optimizer: then drop the one that is no longer used (del "
+                    "optimizer, and whatever else refers to it)"
+                )
         elif not (self._is_open and self._is_last and self.config.overlap):
             return
         bucket.arrived.add(name)
@@ -402,9 +400,6 @@ class GradientReducer:
                 # A peer may need this rank to go on before it can join: the next gradient or the end tries again.
                 return
             self._send()
-
-    def _takes(self, parameter: Tensor) -> bool:
-        return self._is_open and any(one is parameter for one in self.parameters.values())
 
     def _send_rest(self) -> None:
         while self._next < len(self._shared):
@@ -427,9 +422,6 @@ class GradientReducer:
         for bucket in self._shared:
             bucket.is_sent = False
             bucket.arrived.clear()
-
-
-_living: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 
 
 # No method: a job under way would keep its reducer alive.

@@ -26,7 +26,7 @@ from coterie_experts.grouped_swiglu.triton_activation import fast_sigmoid, held_
 from coterie_experts.grouped_swiglu.triton_layout import PaddedLayout
 from coterie_experts.grouped_swiglu.triton_tiles import Tile, place_of_tile
 
-__all__ = ["bias_of_part", "fits", "gather_operands", "pre_and_activation", "up_with_activation_specialised"]
+__all__ = ["fits", "pre_and_activation", "up_with_activation_specialised"]
 
 _place_of_tile = gluon.jit(place_of_tile.fn)
 _fast_sigmoid = gluon.jit(fast_sigmoid.fn)
@@ -44,7 +44,7 @@ def _expert_and_sources(expert_ptr, source_ptr, row_tile, num_row_tiles, inside,
 
 
 @gluon.jit
-def gather_operands(
+def _gather_operands(
     weights_desc,
     buffers,
     barriers,
@@ -53,16 +53,13 @@ def gather_operands(
     expert_ptr,
     source_ptr,
     sizes,
-    COLUMNS: gl.constexpr,
+    HIDDEN: gl.constexpr,
     HALF: gl.constexpr,
     DEPTH: gl.constexpr,
     BAND: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Fill the stages of all tiles of this program: rows gathered from x, and weights of their expert.
-
-    Blocks of the weights, by which ``COLUMNS`` counts: (1, 1 or 2, columns, DEPTH) or (1, DEPTH, columns).
-    """
+    """Fill the stages of all tiles of this program: rows gathered from x, and weights of their expert."""
     rows_buffer, weights_buffer = buffers
     ready, empty, trace_ptr = barriers
     num_row_tiles, num_column_tiles, num_steps = sizes
@@ -79,7 +76,7 @@ def gather_operands(
     row_tile, column_tile = _place_of_tile(first, num_row_tiles, num_column_tiles, BAND)
     expert, upper, lower = _expert_and_sources(expert_ptr, source_ptr, row_tile, num_row_tiles, inside, HALF)
     for tile in range(first, num_row_tiles * num_column_tiles, gl.num_programs(0)):
-        column = column_tile * COLUMNS
+        hidden = column_tile * HIDDEN
         this_expert = expert
         upper_rows = x_ptr + upper.to(gl.int64)[:, None] * stride + columns
         lower_rows = x_ptr + lower.to(gl.int64)[:, None] * stride + columns
@@ -96,10 +93,7 @@ def gather_operands(
             bar = ready.index(stage)
             mbarrier.expect(bar, weights_desc.block_type.nbytes)
             weights = weights_buffer.index(stage)
-            if len(weights_desc.block_type.shape) == 4:
-                tma.async_copy_global_to_shared(weights_desc, [this_expert, 0, column, depth], bar, weights)
-            else:
-                tma.async_copy_global_to_shared(weights_desc, [this_expert, depth, column], bar, weights)
+            tma.async_copy_global_to_shared(weights_desc, [this_expert, 0, hidden, depth], bar, weights)
             # What the mask leaves out becomes zeros.
             async_copy.async_copy_global_to_shared(rows_buffer.index(2 * stage), upper_rows + depth, upper_mask)
             async_copy.async_copy_global_to_shared(rows_buffer.index(2 * stage + 1), lower_rows + depth, lower_mask)
@@ -109,7 +103,7 @@ def gather_operands(
 
 
 @gluon.jit
-def bias_of_part(bias_row_ptr, first, width, WIDTH: gl.constexpr, layout: gl.constexpr):
+def _bias_of_part(bias_row_ptr, first, width, WIDTH: gl.constexpr, layout: gl.constexpr):
     """Load ``WIDTH`` columns of a row of a bias as float32, (1, WIDTH), zero past its width."""
     columns = first + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
     return gl.load(bias_row_ptr + columns, mask=columns < width, other=0.0).to(gl.float32)[None, :]
@@ -203,15 +197,15 @@ def _multiply_and_activate(
                 gate = (left, right)[part]
                 _send(gate_desc, out_buffer, row, column, gate, SIDE, 2 * part, BUFFERS)
                 if bias_ptr is not None:
-                    gate += bias_of_part(bias_row_ptr, column, d_hidden, WIDTH, layout)
+                    gate += _bias_of_part(bias_row_ptr, column, d_hidden, WIDTH, layout)
                 activation = _activation(gate, None, weight, ACTIVATION, ALPHA, LIMIT)
                 _send(activation_desc, out_buffer, row, column, activation, SIDE, 2 * part + 1, BUFFERS)
         else:
             _send(gate_desc, out_buffer, row, hidden, left, SIDE, 0, BUFFERS)
             _send(up_desc, out_buffer, row, hidden, right, SIDE, 1, BUFFERS)
             if bias_ptr is not None:
-                left += bias_of_part(bias_row_ptr, hidden, d_hidden, WIDTH, layout)
-                right += bias_of_part(bias_row_ptr + d_hidden, hidden, d_hidden, WIDTH, layout)
+                left += _bias_of_part(bias_row_ptr, hidden, d_hidden, WIDTH, layout)
+                right += _bias_of_part(bias_row_ptr + d_hidden, hidden, d_hidden, WIDTH, layout)
             activation = _activation(left, right, weight, ACTIVATION, ALPHA, LIMIT)
             _send(activation_desc, out_buffer, row, hidden, activation, SIDE, 2, BUFFERS)
     tma.store_wait(pendings=0)
@@ -289,7 +283,7 @@ def up_with_activation_specialised(
                 ),
             ),
             (
-                gather_operands,
+                _gather_operands,
                 (
                     weights_desc, (rows_buffer, weights_buffer), barriers, x_ptr, x_stride, expert_ptr, source_ptr,
                     sizes, HIDDEN, HALF, DEPTH, BAND, STAGES,
