@@ -3,7 +3,8 @@
 For each size forward and backward of all contenders, one call of each in turn, round after round: medians, and medians
 of the ratio of two calls of one round. Before that the outputs and gradients of each are held to ours up to rounding.
 DIR is a folder (it may be given several times) with SonicMoE and what it needs, or Liger; contenders that are not
-there are left out, and the file says why. Floors are in `speed-1xh200.toml`; `--json FILE` writes the measurement.
+there are left out, and the file says why. Then ours alone with 8, 32 and 128 experts in turn. Floors are in
+`speed-1xh200.toml`; `--json FILE` writes the measurement.
 
 - `plain`: sort, gather, two `F.grouped_mm`, `index_add`; `compiled`: `torch.compile` of it, static shapes.
 - `sonic`: SonicMoE with its default tiles (`tuned=False`), for given ids; its sum over choices tunes among 9 of its
@@ -47,6 +48,7 @@ PACKAGES = {
     "quack": ("quack", ("quack-kernels", "nvidia-cutlass-dsl")),
     "liger": ("liger_kernel", ("liger-kernel",)),
 }
+SWEEP = ("sweep-e8", "sweep-e32", "sweep-e128")
 # Two chains of bfloat16 roundings, of 3 or 4 steps each, differ by less than this by norm.
 ROUNDING = 2.0**-6
 
@@ -233,6 +235,19 @@ def measure(size: Size, kind: str, names: list[str], table: TileTable | None, ro
     return row
 
 
+def measure_in_turn(sizes: list[str], rounds: int) -> dict[str, object]:
+    """Time ours at several sizes of the same FLOPs, one call of each in turn: what the number of experts costs."""
+    function = contender("triton", None)
+    problems = {name: make(SIZES[name]) for name in sizes}
+    calls = {name: partial(both, function, values, leaves_of(values)) for name, values in problems.items()}
+    times = in_turn(calls, rounds)
+    row: dict[str, object] = {"name": " beside ".join(sizes), "kind": "in turn"}
+    for name, one in times.items():
+        row[f"{name}_both"] = 3 * SIZES[name].flops / median(one) / 1e6
+        row[f"{name}_over_first"] = median(mine / first for mine, first in zip(one, times[sizes[0]], strict=True))
+    return row
+
+
 def faults(rows: list[dict[str, object]]) -> list[str]:
     """Return a sentence for every bound that a row breaks."""
     bounds = tomllib.loads(BOUNDS.read_text(encoding="utf-8"))
@@ -246,7 +261,7 @@ def faults(rows: list[dict[str, object]]) -> list[str]:
         if row.get("skew", 0) > limits["skew"]:
             found.append(f"{row['name']}: skewed over balanced is {row['skew']:.3f}, above {limits['skew']:g}")
         theirs = row.get("sonic_extra_gib", float("inf")) * limits["memory"]
-        if row["triton_extra_gib"] > theirs:
+        if row.get("triton_extra_gib", 0) > theirs:
             found.append(f"{row['name']}: memory is {row['triton_extra_gib']:.2f} GiB, above {theirs:.2f}")
     return found
 
@@ -330,12 +345,17 @@ def main() -> int:
             versions[package] = "none"
     skewed = [name for name in arguments.skewed.split(",") if name]
     plan = [(name, "balanced") for name in sizes] + [(name, kind) for name in skewed for kind in ("zipf", "one")]
+    if set(SWEEP) <= set(sizes):
+        plan.append(("the sweep", "in turn"))
     for name, kind in plan:
         if time.monotonic() - start > arguments.limit_s:
             print(f"the limit of {arguments.limit_s:g} s is over before {name}, {kind}", flush=True)
             break
-        contenders = names if kind == "balanced" else [one for one in names if one in ("triton", "sonic", "plain")]
-        row = measure(SIZES[name], kind, contenders, table, arguments.rounds)
+        if kind == "in turn":
+            row = measure_in_turn(list(SWEEP), 2 * arguments.rounds)
+        else:
+            contenders = names if kind == "balanced" else [one for one in names if one in ("triton", "sonic", "plain")]
+            row = measure(SIZES[name], kind, contenders, table, arguments.rounds)
         rows.append(row)
         shown = {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}
         print(f"{time.monotonic() - start:.0f} s  {shown}", flush=True)
