@@ -51,7 +51,13 @@ SIZES = {
 
 
 def random_ids(size: Size, kind: str = "balanced", seed: int = 0) -> Tensor:
-    """Return ids as a router gives them; "zipf": expert e has weight 1/(e+1); "one": one has 25 % of the rows."""
+    """Return ids as a router gives them; "zipf": expert e has weight 1/(e+1); "one": one has 25 % of the rows.
+
+    "even" gives each expert as many rows as the next.
+    """
+    if kind == "even":
+        slots_TK = torch.arange(size.T * size.K, device=DEVICE).view(size.T, size.K)
+        return slots_TK % size.E
     generator = torch.Generator(DEVICE).manual_seed(seed)
     noise_TE = torch.rand(size.T, size.E, generator=generator, device=DEVICE)
     if kind == "zipf":

@@ -3,8 +3,8 @@
 For each size forward and backward of all contenders, one call of each in turn, round after round: medians, and medians
 of the ratio of two calls of one round. Before that the outputs and gradients of each are held to ours up to rounding.
 DIR is a folder (it may be given several times) with SonicMoE and what it needs, or Liger; contenders that are not
-there are left out, and the file says why. Then ours alone with 8, 32 and 128 experts in turn. Floors are in
-`speed-1xh200.toml`; `--json FILE` writes the measurement.
+there are left out, and the file says why. Then ours alone with 8, 32 and 128 experts, one call
+of each in turn. Floors are in `speed-1xh200.toml`; `--json FILE` writes the measurement.
 
 - `plain`: sort, gather, two `F.grouped_mm`, `index_add`; `compiled`: `torch.compile` of it, static shapes.
 - `sonic`: SonicMoE with its default tiles (`tuned=False`), for given ids; its sum over choices tunes among 9 of its
@@ -235,16 +235,17 @@ def measure(size: Size, kind: str, names: list[str], table: TileTable | None, ro
     return row
 
 
-def measure_in_turn(sizes: list[str], rounds: int) -> dict[str, object]:
-    """Time ours at several sizes of the same FLOPs, one call of each in turn: what the number of experts costs."""
+def measure_sweep(rounds: int) -> dict[str, object]:
+    """Time ours with more and more experts at the same FLOPs, one call of each in turn; the last evenly loaded too."""
+    problems = {name: make(SIZES[name]) for name in SWEEP}
+    problems[f"{SWEEP[-1]}, even"] = make(SIZES[SWEEP[-1]], "even")
     function = contender("triton", None)
-    problems = {name: make(SIZES[name]) for name in sizes}
     calls = {name: partial(both, function, values, leaves_of(values)) for name, values in problems.items()}
     times = in_turn(calls, rounds)
-    row: dict[str, object] = {"name": " beside ".join(sizes), "kind": "in turn"}
+    row: dict[str, object] = {"name": "sweep", "kind": "in turn"}
     for name, one in times.items():
-        row[f"{name}_both"] = 3 * SIZES[name].flops / median(one) / 1e6
-        row[f"{name}_over_first"] = median(mine / first for mine, first in zip(one, times[sizes[0]], strict=True))
+        row[f"{name}_both"] = 3 * SIZES[SWEEP[0]].flops / median(one) / 1e6
+        row[f"{name}_over_first"] = median(mine / first for mine, first in zip(one, times[SWEEP[0]], strict=True))
     return row
 
 
@@ -346,13 +347,13 @@ def main() -> int:
     skewed = [name for name in arguments.skewed.split(",") if name]
     plan = [(name, "balanced") for name in sizes] + [(name, kind) for name in skewed for kind in ("zipf", "one")]
     if set(SWEEP) <= set(sizes):
-        plan.append(("the sweep", "in turn"))
+        plan.append(("sweep", "in turn"))
     for name, kind in plan:
         if time.monotonic() - start > arguments.limit_s:
             print(f"the limit of {arguments.limit_s:g} s is over before {name}, {kind}", flush=True)
             break
         if kind == "in turn":
-            row = measure_in_turn(list(SWEEP), 2 * arguments.rounds)
+            row = measure_sweep(2 * arguments.rounds)
         else:
             contenders = names if kind == "balanced" else [one for one in names if one in ("triton", "sonic", "plain")]
             row = measure(SIZES[name], kind, contenders, table, arguments.rounds)

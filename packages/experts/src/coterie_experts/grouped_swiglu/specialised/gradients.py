@@ -19,20 +19,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from coterie_experts.grouped_swiglu.specialised.ring import (
-    ENDED,
-    descriptor,
-    mark,
-    next_stage,
-    place_of_tile,
-    stage_before,
-)
+from coterie_experts.grouped_swiglu.specialised.ring import ENDED, descriptor, mark, next_stage, stage_before
 from coterie_experts.grouped_swiglu.triton_backward import _segment
 from coterie_experts.grouped_swiglu.triton_layout import PaddedLayout
-from coterie_experts.grouped_swiglu.triton_tiles import Tile
+from coterie_experts.grouped_swiglu.triton_tiles import Tile, place_of_tile
 
 __all__ = ["fits", "grad_of_weights", "weight_gradient"]
 
+_place_of_tile = gluon.jit(place_of_tile.fn)
 _segment_of = gluon.jit(_segment.fn)
 # One number, which every thread holds.
 _ALONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
@@ -101,7 +95,7 @@ def _gather_operands(
         # Long before the tile is needed: the ring of stages is full, and hides how long a draw takes.
         next_tile = _draw_tile(counter_ptr, drawn, (place, place_phase))
         place, place_phase = next_stage(place, place_phase, STAGES)
-        row_tile, column_tile = place_of_tile(tile % tiles_of_expert, row_tiles, column_tiles, BAND)
+        row_tile, column_tile = _place_of_tile(tile % tiles_of_expert, row_tiles, column_tiles, BAND)
         # No rows take one step of zeros, past the last row.
         row = gl.where(count > 0, start, num_padded)
         num_steps = gl.maximum(gl.cdiv(count, DEPTH), 1)
@@ -211,7 +205,7 @@ def _multiply_half(
     tile = gl.program_id(0)
     expert, _, count = _segment_of(segments_ptr, tile // tiles_of_expert, num_experts)
     while tile < num_experts * tiles_of_expert:
-        row_tile, column_tile = place_of_tile(tile % tiles_of_expert, row_tiles, column_tiles, BAND)
+        row_tile, column_tile = _place_of_tile(tile % tiles_of_expert, row_tiles, column_tiles, BAND)
         row = row_tile * 2 * HALF + SIDE * HALF
         column = column_tile * COLUMNS
         total = gl.zeros((HALF, COLUMNS), gl.float32, accumulators)

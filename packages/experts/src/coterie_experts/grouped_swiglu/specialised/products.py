@@ -1,8 +1,7 @@
 """Rows times weights with specialised warps; see ``rows_times_weights`` for what is computed.
 
 One warp asks for the operands by TMA. Each of the two warpgroups that multiply has 64 of the 128 rows of a tile and all
-of its columns; they share the weights of a stage and nothing else. A lower half of nothing but padding is not
-multiplied: it is zeros. A half tile leaves through shared memory, whole or
+of its columns; they share the weights of a stage and nothing else. A half tile leaves through shared memory, whole or
 in two parts of its columns: by TMA, or where rows are scattered by threads that have 16 bytes each.
 """
 
@@ -20,19 +19,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from coterie_experts.grouped_swiglu.specialised.ring import (
-    ENDED,
-    descriptor,
-    is_padding,
-    mark,
-    next_stage,
-    place_of_tile,
-    stage_before,
-)
+from coterie_experts.grouped_swiglu.specialised.ring import ENDED, descriptor, mark, next_stage, stage_before
 from coterie_experts.grouped_swiglu.triton_layout import PaddedLayout
-from coterie_experts.grouped_swiglu.triton_tiles import Tile
+from coterie_experts.grouped_swiglu.triton_tiles import Tile, place_of_tile
 
 __all__ = ["fits", "multiply", "rows_times_weights_specialised"]
+
+_place_of_tile = gluon.jit(place_of_tile.fn)
 
 
 @gluon.jit
@@ -57,7 +50,7 @@ def _ask_for_operands(
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     for tile in range(gl.program_id(0), num_row_tiles * num_column_tiles, gl.num_programs(0)):
-        row_tile, column_tile = place_of_tile(tile, num_row_tiles, num_column_tiles, BAND)
+        row_tile, column_tile = _place_of_tile(tile, num_row_tiles, num_column_tiles, BAND)
         expert = gl.load(expert_ptr + row_tile)
         row = row_tile * 2 * HALF
         column = first_column + column_tile * COLUMNS
@@ -113,14 +106,10 @@ def _multiply_half(
     wide: gl.constexpr = gl.BlockedLayout([1, UNIT], [32 // THREADS, THREADS], [4, 1], [1, 0])
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    is_empty = is_padding(source_ptr, gl.program_id(0), sizes, SIDE, HALF, BAND)
     for tile in range(gl.program_id(0), num_row_tiles * num_column_tiles, gl.num_programs(0)):
-        row_tile, column_tile = place_of_tile(tile, num_row_tiles, num_column_tiles, BAND)
-        num_products = gl.where(is_empty, 0, num_steps)
-        # Asked for a tile ahead.
-        is_empty = is_padding(source_ptr, tile + gl.num_programs(0), sizes, SIDE, HALF, BAND)
+        row_tile, column_tile = _place_of_tile(tile, num_row_tiles, num_column_tiles, BAND)
         total = gl.zeros((HALF, COLUMNS), gl.float32, accumulators)
-        for step in range(num_products):
+        for step in range(num_steps):
             mark(trace_ptr, SIDE, tile, step)
             mbarrier.wait(ready.index(stage), phase)
             if TRANSPOSED:
@@ -133,13 +122,7 @@ def _multiply_half(
             mbarrier.arrive(empty.index(stage_before(stage, STAGES)), count=1, pred=step > 0)
             stage, phase = next_stage(stage, phase, STAGES)
         total = warpgroup_mma_wait(0, deps=(total,))
-        mbarrier.arrive(empty.index(stage_before(stage, STAGES)), count=1, pred=num_products > 0)
-        if SIDE == 1:
-            for step in range(num_products, num_steps):
-                mark(trace_ptr, SIDE, tile, step)
-                mbarrier.wait(ready.index(stage), phase)
-                mbarrier.arrive(empty.index(stage), count=1)
-                stage, phase = next_stage(stage, phase, STAGES)
+        mbarrier.arrive(empty.index(stage_before(stage, STAGES)), count=1)
         row = row_tile * 2 * HALF + SIDE * HALF
         if PARTS == 1:
             parts = (total,)
@@ -297,7 +280,7 @@ def multiply(
         None if targets is None else targets.stride(0),
         None if bias is None else bias[:, first:],
         None if bias is None else bias.stride(0),
-        layout.source_P,
+        None if targets is None else layout.source_P,
         None if bias is None else layout.weight_P,
         layout.expert_M,
         layout.num_tiles_1,

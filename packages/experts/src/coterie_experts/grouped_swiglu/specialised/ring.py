@@ -1,4 +1,4 @@
-"""What the parts of a specialised kernel have in common: turns of stages, halves of padding, descriptors, a trace."""
+"""What the parts of a specialised kernel have in common: the turn of the stages, descriptors, a trace."""
 
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, untyped-decorator, no-untyped-call"
 
@@ -8,13 +8,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from coterie_experts.grouped_swiglu import triton_tiles
-
-__all__ = ["ENDED", "descriptor", "is_padding", "mark", "next_stage", "place_of_tile", "stage_before"]
+__all__ = ["ENDED", "descriptor", "mark", "next_stage", "stage_before"]
 
 # What `mark` stores for a part that has done all.
 ENDED = gl.constexpr(-2)
-place_of_tile = gluon.jit(triton_tiles.place_of_tile.fn)
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 
@@ -33,17 +30,6 @@ def stage_before(stage, STAGES: gl.constexpr):
     such a variable for one that the loop does not change.
     """
     return gl.where(stage == 0, STAGES - 1, stage - 1)
-
-
-@gluon.jit
-def is_padding(source_ptr, tile, sizes, SIDE: gl.constexpr, HALF: gl.constexpr, BAND: gl.constexpr):
-    """Say whether a half of a tile is all padding, as only the lower one can be; of a tile past the last one no."""
-    if SIDE == 0:
-        return gl.to_tensor(False)
-    else:
-        num_row_tiles, num_column_tiles, _ = sizes
-        row_tile, _ = place_of_tile(tile, num_row_tiles, num_column_tiles, BAND)
-        return gl.load(source_ptr + (2 * row_tile + 1) * HALF, mask=row_tile < num_row_tiles, other=0) < 0
 
 
 @gluon.jit

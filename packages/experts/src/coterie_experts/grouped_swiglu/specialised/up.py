@@ -2,7 +2,7 @@
 
 Four warps gather rows, 16 bytes a thread and copy, and ask for the weights by TMA; a stage is ready when the copies of
 every thread and the weights have come. Each of the two warpgroups that multiply has 64 of the 128 rows of a tile and
-all of its columns. A lower half of nothing but padding is not multiplied: it is zeros.
+all of its columns.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, untyped-decorator, no-untyped-call"
@@ -21,21 +21,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from coterie_experts.activation import Activation
-from coterie_experts.grouped_swiglu.specialised.ring import (
-    ENDED,
-    descriptor,
-    is_padding,
-    mark,
-    next_stage,
-    place_of_tile,
-    stage_before,
-)
+from coterie_experts.grouped_swiglu.specialised.ring import ENDED, descriptor, mark, next_stage, stage_before
 from coterie_experts.grouped_swiglu.triton_activation import fast_sigmoid, held_below, held_within
 from coterie_experts.grouped_swiglu.triton_layout import PaddedLayout
-from coterie_experts.grouped_swiglu.triton_tiles import Tile
+from coterie_experts.grouped_swiglu.triton_tiles import Tile, place_of_tile
 
 __all__ = ["fits", "pre_and_activation", "up_with_activation_specialised"]
 
+_place_of_tile = gluon.jit(place_of_tile.fn)
 _fast_sigmoid = gluon.jit(fast_sigmoid.fn)
 _held_below = gluon.jit(held_below.fn)
 _held_within = gluon.jit(held_within.fn)
@@ -80,7 +73,7 @@ def _gather_operands(
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     first = gl.program_id(0)
-    row_tile, column_tile = place_of_tile(first, num_row_tiles, num_column_tiles, BAND)
+    row_tile, column_tile = _place_of_tile(first, num_row_tiles, num_column_tiles, BAND)
     expert, upper, lower = _expert_and_sources(expert_ptr, source_ptr, row_tile, num_row_tiles, inside, HALF)
     for tile in range(first, num_row_tiles * num_column_tiles, gl.num_programs(0)):
         hidden = column_tile * HIDDEN
@@ -90,7 +83,7 @@ def _gather_operands(
         upper_mask = (upper >= 0)[:, None]
         lower_mask = (lower >= 0)[:, None]
         # The next tile's sources are on their way while this tile is filled.
-        row_tile, column_tile = place_of_tile(tile + gl.num_programs(0), num_row_tiles, num_column_tiles, BAND)
+        row_tile, column_tile = _place_of_tile(tile + gl.num_programs(0), num_row_tiles, num_column_tiles, BAND)
         expert, upper, lower = _expert_and_sources(expert_ptr, source_ptr, row_tile, num_row_tiles, inside, HALF)
         for step in range(num_steps):
             depth = step * DEPTH
@@ -163,7 +156,7 @@ def _multiply_and_activate(
     gate_desc, up_desc, activation_desc = descs
     rows_buffer, weights_buffer, out_buffer = buffers
     ready, empty, trace_ptr = barriers
-    bias_ptr, weight_ptr, expert_ptr, source_ptr = pointers
+    bias_ptr, weight_ptr, expert_ptr = pointers
     num_row_tiles, num_column_tiles, num_steps = sizes
     WIDTH: gl.constexpr = gate_desc.block_type.shape[1]
     # Hidden units of a tile.
@@ -173,16 +166,12 @@ def _multiply_and_activate(
     )
     stage = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    is_empty = is_padding(source_ptr, gl.program_id(0), sizes, SIDE, HALF, BAND)
     for tile in range(gl.program_id(0), num_row_tiles * num_column_tiles, gl.num_programs(0)):
-        row_tile, column_tile = place_of_tile(tile, num_row_tiles, num_column_tiles, BAND)
+        row_tile, column_tile = _place_of_tile(tile, num_row_tiles, num_column_tiles, BAND)
         row = row_tile * 2 * HALF + SIDE * HALF
         hidden = column_tile * HIDDEN
-        num_products = gl.where(is_empty, 0, num_steps)
-        # Asked for a tile ahead.
-        is_empty = is_padding(source_ptr, tile + gl.num_programs(0), sizes, SIDE, HALF, BAND)
         total = gl.zeros((HALF, 2 * WIDTH), gl.float32, accumulators)
-        for step in range(num_products):
+        for step in range(num_steps):
             mark(trace_ptr, SIDE, tile, step)
             mbarrier.wait(ready.index(stage), phase)
             # The rows were copied by threads, and are read as the copy engine reads.
@@ -194,13 +183,7 @@ def _multiply_and_activate(
             mbarrier.arrive(empty.index(stage_before(stage, STAGES)), count=1, pred=step > 0)
             stage, phase = next_stage(stage, phase, STAGES)
         total = warpgroup_mma_wait(0, deps=(total,))
-        mbarrier.arrive(empty.index(stage_before(stage, STAGES)), count=1, pred=num_products > 0)
-        if SIDE == 1:
-            for step in range(num_products, num_steps):
-                mark(trace_ptr, SIDE, tile, step)
-                mbarrier.wait(ready.index(stage), phase)
-                mbarrier.arrive(empty.index(stage), count=1)
-                stage, phase = next_stage(stage, phase, STAGES)
+        mbarrier.arrive(empty.index(stage_before(stage, STAGES)), count=1)
         # Gate and up, or of an activation without a gate two halves of the hidden units.
         left, right = total.reshape(HALF, 2, WIDTH).permute(0, 2, 1).split()
         layout: gl.constexpr = left.type.layout
@@ -281,7 +264,7 @@ def up_with_activation_specialised(
     descs = (gate_desc, up_desc, activation_desc)
     buffers = (rows_buffer, weights_buffer, out_buffer)
     barriers = (ready, empty, trace_ptr)
-    pointers = (bias_ptr, weight_ptr, expert_ptr, source_ptr)
+    pointers = (bias_ptr, weight_ptr, expert_ptr)
     sizes = (gl.load(num_tiles_ptr), gl.cdiv(d_hidden, HIDDEN), num_steps)
     gl.warp_specialize(
         [
