@@ -236,16 +236,15 @@ def measure(size: Size, kind: str, names: list[str], table: TileTable | None, ro
 
 
 def measure_sweep(rounds: int) -> dict[str, object]:
-    """Time ours with more and more experts at the same FLOPs, one call of each in turn; the last evenly loaded too."""
-    problems = {name: make(SIZES[name]) for name in SWEEP}
-    problems[f"{SWEEP[-1]}, even"] = make(SIZES[SWEEP[-1]], "even")
+    """Time ours with more and more experts at the same FLOPs, one call of each in turn; the most evenly loaded too."""
+    values = {name.removeprefix("sweep-"): make(SIZES[name]) for name in SWEEP}
+    values["e128_even"] = make(SIZES["sweep-e128"], "even")
     function = contender("triton", None)
-    calls = {name: partial(both, function, values, leaves_of(values)) for name, values in problems.items()}
-    times = in_turn(calls, rounds)
+    times = in_turn({name: partial(both, function, these, leaves_of(these)) for name, these in values.items()}, rounds)
     row: dict[str, object] = {"name": "sweep", "kind": "in turn"}
     for name, one in times.items():
-        row[f"{name}_both"] = 3 * SIZES[SWEEP[0]].flops / median(one) / 1e6
-        row[f"{name}_over_first"] = median(mine / first for mine, first in zip(one, times[SWEEP[0]], strict=True))
+        row[name] = 3 * SIZES["sweep-e8"].flops / median(one) / 1e6
+        row[f"{name}_over_e8"] = median(mine / first for mine, first in zip(one, times["e8"], strict=True))
     return row
 
 
