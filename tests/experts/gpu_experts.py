@@ -1,11 +1,12 @@
 """The experts on one GPU: `python3 tests/experts/gpu_experts.py`, with torch and triton.
 
 Holds the Triton back-end to the reference: values and gradients in bfloat16, the same bits 20 times, no wait for the
-host, capture in a CUDA graph and replay with other ids, the conformance suite (its cases as they are, and in widths
-that the specialised kernels do), other activations and biases at the widths of models, and sizes beyond 2^31; all of it
-with the specialised kernels, part of it with the plain ones, where a table has no rings and where Triton has no Gluon,
-which gives the same bits. The first fault raises. `gpu_opponents.py` has the times. What compiles many kernels runs in
-several processes (`--workers`); `--only conformance,activations` leaves out the rest.
+host, threads that begin with a backward pass, capture in a CUDA graph and replay with other ids, the conformance suite
+(its cases as they are, and in widths that the specialised kernels do), other activations and biases at the widths of
+models, and sizes beyond 2^31; all of it with the specialised kernels, part of it with the plain ones, where a table has
+no rings and where Triton has no Gluon, which gives the same bits. The first fault raises. `gpu_opponents.py` has the
+times. What compiles many kernels runs in several processes (`--workers`); `--only conformance,activations` leaves out
+the rest.
 """
 
 import argparse
@@ -141,6 +142,17 @@ def check_promises() -> None:
             assert torch.equal(one, other)
     torch.cuda.current_stream().wait_stream(stream)
     print("check: same bits, no sync, graph replay with other ids", flush=True)
+
+
+def check_first_work_of_a_thread() -> str:
+    """A backward pass is the first work of its thread, and another thread has loaded its kernels; of a new process."""
+    size = CHECKED[0]
+    values = make(size)
+    with torch.autograd.set_multithreading_enabled(False):
+        expected = run(size, "triton", values)
+    for one, other in zip(run(size, "triton", values), expected, strict=True):
+        assert torch.equal(one, other)
+    return "check: a backward pass as the first work of a thread"
 
 
 def check_rows_in_order() -> None:
@@ -334,6 +346,7 @@ def main() -> None:
         jobs += [partial(check, size) for size in sizes for check in (check_values, check_plain_kernels)]
     in_processes(jobs, arguments.workers, arguments.packages)
     if "values" in only:
+        in_processes([check_first_work_of_a_thread], 1, arguments.packages)
         check_rows_in_order()
         check_promises()
     if "long" in only:

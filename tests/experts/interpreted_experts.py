@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from coterie_experts import ExpertsConfig, GroupedExperts, grouped_experts, grouped_swiglu
-from coterie_experts.grouped_swiglu import triton_backward, triton_layout, triton_native
+from coterie_experts.grouped_swiglu import triton_backward, triton_launch, triton_layout, triton_native
 from coterie_experts.token_rows import sort_slots
 from torch import Tensor
 
@@ -201,3 +201,26 @@ def test_rows_weights_and_main_grads_at_any_address() -> None:
     for one, other in zip(run(moved), run(torch.clone), strict=True):
         assert (other != 0).any()
         assert torch.equal(one, other)
+
+
+def test_no_pass_builds_descriptors_before_its_thread_has_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    build = triton_launch.TensorDescriptor.from_tensor
+
+    def from_tensor(*values: object) -> object:
+        events.append("descriptor")
+        return build(*values)
+
+    monkeypatch.setattr(triton_launch.TensorDescriptor, "from_tensor", from_tensor)
+    monkeypatch.setattr(triton_launch, "make_context_current", lambda device: events.append("context"))
+    experts = GroupedExperts(ExpertsConfig(d_model=16, d_hidden=16, num_experts=2, backend="triton"))
+    for parameter in experts.parameters():
+        parameter.main_grad = torch.zeros_like(parameter)
+    deferred: list[Callable[[], None]] = []
+    experts.defer_weight_gradients = deferred.append
+    y = experts(torch.ones(4, 16), torch.ones(4), torch.tensor([2, 4], dtype=torch.int32))
+    for go_on in (lambda: None, y.sum().backward, lambda: deferred.pop()()):
+        go_on()
+        assert events[0] == "context"
+        assert "descriptor" in events
+        events.clear()

@@ -8,7 +8,7 @@ which it needs nvcc (CUDA_HOME) and the headers of NCCL; two of its processes on
 NCCL_MULTI_RANK_GPU_ENABLE=1 and EP_DISABLE_GIN=1, which this script sets for that part, and NCCL 2.30.4 or newer loaded
 before the one of torch, for example with LD_PRELOAD. The extension must be built for the torch that runs this.
 
-Ranks take GPUs in turn. State: v2x1 and v2x2 were right with DeepEP 2.1.0 on one H200, v2x2 on two; v1x2 has not run.
+Ranks take GPUs in turn. State: all parts were right with DeepEP 2.1.0 on one H200, v1x2 and v2x2 on two.
 """
 
 import argparse

@@ -9,7 +9,7 @@ other tokens. Then come the times, against plain torch, eager and compiled, and 
 import argparse
 import sys
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -96,6 +96,11 @@ def check() -> None:
     torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(one, other) for found in repeats for one, other in zip(first, found, strict=True))
     print("right: 20 runs are equal bit for bit, and none waits for the device", flush=True)
+
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(everything, case, *tensors).result()
+    assert all(torch.equal(one, other) for one, other in zip(first, found, strict=True))
+    print("right: as the first work of a thread", flush=True)
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

@@ -160,3 +160,18 @@ def test_the_same_result_in_each_run():
         routing = fused(case, x_TD, weight_ED, bias_E, is_real_T)
         results.append([*outputs(routing), *torch.autograd.grad(outputs(routing)[0].sum(), [x_TD, weight_ED])])
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_descriptors_are_built_once_the_thread_has_a_context(monkeypatch):
+    events = []
+    build = launch.TensorDescriptor.from_tensor
+
+    def from_tensor(*values):
+        events.append("descriptor")
+        return build(*values)
+
+    monkeypatch.setattr(launch.TensorDescriptor, "from_tensor", from_tensor)
+    monkeypatch.setattr(launch, "_make_context_current", lambda device: events.append("context"))
+    case = FusedCase(tokens=64, width=64, experts=8, top_k=2)
+    fused(case, *inputs(case))
+    assert events == ["context", "descriptor", "descriptor"]

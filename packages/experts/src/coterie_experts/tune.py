@@ -23,8 +23,8 @@ from coterie_experts.tables import KERNELS, TileTable, shape_class, width_class
 __all__ = ["SIZES", "LayerSize", "Timer", "candidates", "main", "record"]
 
 DEFAULT_FILE = "coterie-experts-tiles.json"
-# What a tile, or a back-end, has to win by: less is noise.
-_MARGIN = 1.02
+# What a tile, or a back-end, has to win by: less is noise. The same tile in two calls of a round was up to 3.7 % apart.
+_MARGIN = 1.04
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from statistics import median
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,7 +18,10 @@ from coterie_experts.tables import TileTable, capability_of
 from coterie_experts.token_rows import order_by_expert, rows_from_tokens, sort_slots, sum_over_choices
 from coterie_experts.tune import Changes, LayerSize
 
-__all__ = ["DeviceTimer", "kernel_calls"]
+if TYPE_CHECKING:
+    from coterie_experts.grouped_swiglu.triton_tiles import Tile, TileSet
+
+__all__ = ["DeviceTimer", "built_in_tiles", "kernel_calls"]
 
 # A few milliseconds in which the host gets ahead.
 _PAUSE_CYCLES = 10_000_000
@@ -53,14 +57,19 @@ class DeviceTimer:
             future.cancel()
 
     def kernel_us(self, size: LayerSize, kernel: str, changes: Sequence[Changes]) -> list[float]:
-        """Return the time of a kernel with each change of its tile; infinite where it does not compile or run."""
+        """Return the time of a kernel with each change of its tile; infinite where it does not compile or run.
+
+        So it is of what changes nothing, which could win by noise alone.
+        """
         if self._calls is None or self._calls[0] != size:
             # The tensors of the size before go first.
             self._calls = None
             torch.cuda.empty_cache()
             self._calls = size, kernel_calls(size, self._device)
-        call = self._calls[1][kernel]
-        return self._in_turn([partial(call, change) for change in changes])
+        call, built_in = self._calls[1][kernel], built_in_tiles(size)
+        tried = [one for one in changes if not one or built_in.changed({kernel: one}) != built_in]
+        times = self._in_turn({f"{kernel} {change}": partial(call, change) for change in tried})
+        return [times.get(f"{kernel} {change}", float("inf")) for change in changes]
 
     def layer_us(self, size: LayerSize, table: TileTable) -> dict[str, float]:
         """Return the time of forward and backward of the layer with each back-end that can run."""
@@ -73,8 +82,7 @@ class DeviceTimer:
             y_TD = _layer(backend, x_TD, ids_TK, weights_TK, gate_up, down, table)
             return torch.autograd.grad(y_TD, leaves, grad_y_TD)
 
-        times = self._in_turn([partial(both, name) for name in self.backends])
-        return dict(zip(self.backends, times, strict=True))
+        return self._in_turn({name: partial(both, name) for name in self.backends})
 
     def _obstacle(self, name: str) -> str | None:
         try:
@@ -83,34 +91,34 @@ class DeviceTimer:
             return str(error)
         return None
 
-    def _in_turn(self, calls: Sequence[Callable[[], object]]) -> list[float]:
+    def _in_turn(self, calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
         """Return the median microseconds of each call, all of them in every round; infinite where one cannot run.
 
         The device never waits for the host in between: the first call after a pause would seem slower than it is.
         """
-        works = [number for number, call in enumerate(calls) if self._runs(call)]
-        events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in calls]
+        works = [name for name, call in calls.items() if self._runs(name, call)]
+        events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in works}
         torch.cuda._sleep(_PAUSE_CYCLES)  # type: ignore[no-untyped-call]
         for round_ in range(-1, self._rounds):
             # One round that does not count; then back and forth, so that no call always follows the same one.
-            for number in reversed(works) if round_ % 2 else works:
+            for name in reversed(works) if round_ % 2 else works:
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
                 start.record()
-                calls[number]()
+                calls[name]()
                 end.record()
                 if round_ >= 0:
-                    events[number].append((start, end))
+                    events[name].append((start, end))
         torch.cuda.synchronize(self._device)
-        times = [[start.elapsed_time(end) * 1e3 for start, end in pairs] for pairs in events]
-        return [median(one) if one else float("inf") for one in times]
+        times = {name: median(start.elapsed_time(end) * 1e3 for start, end in pairs) for name, pairs in events.items()}
+        return {name: times.get(name, float("inf")) for name in calls}
 
-    def _runs(self, call: Callable[[], object]) -> bool:
+    def _runs(self, name: str, call: Callable[[], object]) -> bool:
         try:
             call()
             torch.cuda.synchronize(self._device)
         # Whatever a compiler raises where a tile asks too much of a GPU, or the device where memory is short.
         except Exception as error:
-            print(f"  left out: {type(error).__name__}: {str(error).splitlines()[0][:120]}", flush=True)
+            print(f"  {name} is left out: {type(error).__name__}: {str(error).splitlines()[0][:120]}", flush=True)
             return False
         finally:
             # What it took goes to the next call, which may want other sizes.
@@ -118,34 +126,38 @@ class DeviceTimer:
         return True
 
 
+def built_in_tiles(size: LayerSize) -> "TileSet":
+    """Return the tiles that changes are tried on: those of the package, without what it records for the class."""
+    from coterie_experts.grouped_swiglu.triton_tiles import choose_tiles
+
+    return choose_tiles(
+        interpreted=False,
+        d_model=size.d_model,
+        d_hidden=size.d_hidden,
+        num_rows=size.tokens * size.choices,
+        num_experts=size.num_experts,
+        table=TileTable(capability="", dtype="", tiles={size.shape_class: {}}),
+    )
+
+
 def kernel_calls(size: LayerSize, device: torch.device) -> dict[str, Callable[[Changes], object]]:
     """Return, for each matrix kernel of the Triton back-end, a call with changes of its tile."""
     from coterie_experts.grouped_swiglu import triton_launch as launch
     from coterie_experts.grouped_swiglu.triton_layout import pad_rows
-    from coterie_experts.grouped_swiglu.triton_tiles import Tile, TileSet, choose_tiles
 
     x_TD, ids_TK, weights_TK, gate_up, down, grad_y_TD = _tensors(size, device)
     slots_N, offsets_e = sort_slots(ids_TK, size.num_experts)
-    # Without what is recorded for the class: changes are those of the built-in tiles.
-    plain = TileTable(capability="", dtype="", tiles={size.shape_class: {}})
-    tiles = choose_tiles(
-        interpreted=False,
-        d_model=size.d_model,
-        d_hidden=size.d_hidden,
-        num_rows=slots_N.shape[0],
-        num_experts=size.num_experts,
-        table=plain,
-    )
+    tiles = built_in_tiles(size)
     layout = pad_rows(
         offsets_e, weights_TK.flatten(), slot_of_row_N=slots_N, num_choices=size.choices, block=tiles.block_rows
     )
     swiglu = Activation()
     pre_P2H, activation_PH = launch.pre_and_activation(x_TD, layout, gate_up, tiles, activation=swiglu, bias=None)
 
-    def with_tiles(kernel: str, run: Callable[[TileSet], object]) -> Callable[[Changes], object]:
+    def with_tiles(kernel: str, run: "Callable[[TileSet], object]") -> Callable[[Changes], object]:
         return lambda changes: run(tiles.changed({kernel: changes}))
 
-    def rows(rows_PK: Tensor, weights: Tensor, transposed: bool, tile: Tile) -> Tensor:
+    def rows(rows_PK: Tensor, weights: Tensor, transposed: bool, tile: "Tile") -> Tensor:
         return launch.rows_to_tokens(
             rows_PK,
             weights,

@@ -6,6 +6,8 @@ else to the plain one; both give the same bits.
 
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-call"
 
+import threading
+
 import torch
 import triton
 from torch import Tensor
@@ -33,6 +35,7 @@ __all__ = [
     "clear_chosen_rows",
     "clear_past_the_end",
     "hidden_gradients",
+    "make_context_current",
     "pre_and_activation",
     "row_weight_gradients",
     "rows_to_rows",
@@ -40,6 +43,22 @@ __all__ = [
     "sum_rows",
     "weight_gradient",
 ]
+
+# Of each thread, the devices whose context it has.
+_threads = threading.local()
+
+
+def make_context_current(device: torch.device) -> None:
+    """Let this thread have the context of the device, which a TMA descriptor needs and does not ask for.
+
+    PyTorch gives it to a thread with the first work that the thread launches. A thread of autograd whose first work is
+    a kernel with descriptors, which another thread has loaded, would have none: "invalid device context" (PyTorch's
+    issue 124565).
+    """
+    known = _threads.__dict__.setdefault("devices", set())
+    if device.type == "cuda" and device.index not in known:
+        torch.zeros(1, device=device)
+        known.add(device.index)
 
 
 def pre_and_activation(

@@ -142,6 +142,7 @@ class _TritonExperts(torch.autograd.Function):
             table=table,
         )
         num_choices = 1 if slot_of_row_N is None else weights.shape[1]
+        launch.make_context_current(x_SD.device)
         layout = pad_rows(
             offsets_e,
             weights.flatten(),
@@ -194,6 +195,7 @@ class _TritonExperts(torch.autograd.Function):
         needs_x, needs_weights, *needs = ctx.needs_input_grad[:6]
         tiles, deferral = ctx.tiles, ctx.deferral
         grad_y_SD = _row_major(grad_y_SD)
+        launch.make_context_current(grad_y_SD.device)
 
         grad_x_SD = grad_weights = None
         grad_pre_PU, activation_PH, dots_P = launch.hidden_gradients(
@@ -314,6 +316,9 @@ def _deferred_gradients(
     needs: Sequence[bool],
     parameters: Sequence[Tensor | None],
 ) -> Gradients:
+    from coterie_experts.grouped_swiglu import triton_launch as launch
+
+    launch.make_context_current(of_up[0].device)
     main_grads = [None if one is None else kernel_main_grad(one) for one in parameters]
     down, down_bias = _gradients_of_down(*of_down, layout, tiles, needs[1::2], main_grads[1::2])
     up, up_bias = _gradients_of_up(*of_up, layout, tiles, needs[::2], main_grads[::2])

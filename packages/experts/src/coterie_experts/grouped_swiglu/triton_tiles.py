@@ -97,7 +97,7 @@ _HOPPER_BY_CLASS: dict[str, dict[str, dict[str, int | bool]]] = {
         "grad_down": {"band": 4},
         "grad_gate_up": {"band": 4},
     },
-    "wide-small-many": {"grad_rows": {"flatten": True}},
+    "wide-small-many": {"down": {"band": 4, "ring": 4}, "grad_rows": {"flatten": True}},
     "wide-medium-many": {
         "up": {"band": 4},
         "down": {"band": 16},

@@ -5,6 +5,7 @@ Nothing here waits for the device, and all sizes come from shapes: a forward and
 
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-call"
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,8 @@ _ADDED_COLUMNS = 8
 _ELEMENTWISE_BLOCK = 1024
 # Programs of the weight's gradient: one for each multiprocessor of an H200.
 _WEIGHT_GRAD_PROGRAMS = 132
+# Of each thread, the devices whose context it has.
+_threads = threading.local()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,6 +222,7 @@ def _forward(
     if num_tokens > 0:
         # What the copy engine asks of an address and of a stride.
         tensors = (x_TD, parts_PED)
+        _make_context_current(device)
         uses_tma = all(one.data_ptr() % 16 == 0 and width * one.element_size() % 16 == 0 for one in tensors)
         forward_kernel[(num_blocks,)](
             TensorDescriptor.from_tensor(x_TD, [tile.tokens, tile.columns]) if uses_tma else x_TD,
@@ -318,6 +322,19 @@ def _weight_grad(x_TD: Tensor, grad_logits_TPE: Tensor, is_real_T: Tensor | None
         splits_SED, grad_weight_ED, num_weights, num_splits, BLOCK=_ELEMENTWISE_BLOCK, num_warps=4
     )
     return grad_weight_ED
+
+
+def _make_context_current(device: torch.device) -> None:
+    """Let this thread have the context of the device, which a TMA descriptor needs and does not ask for.
+
+    PyTorch gives it to a thread with the first work that the thread launches. A thread of autograd whose first work is
+    a kernel with descriptors, which another thread has loaded, would have none: "invalid device context" (PyTorch's
+    issue 124565).
+    """
+    known = _threads.__dict__.setdefault("devices", set())
+    if device.type == "cuda" and device.index not in known:
+        torch.zeros(1, device=device)
+        known.add(device.index)
 
 
 def _parts(weight_ED: Tensor, dtype: torch.dtype) -> Tensor:
