@@ -1,6 +1,7 @@
 """Shared experts and latent experts: values and gradients against plain products, main_grad, start values."""
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,12 +11,14 @@ from coterie_experts import (
     GroupedExperts,
     LatentExperts,
     SharedExpert,
+    TileTable,
     init_latent_experts,
     init_shared_expert,
     order_by_expert,
     rows_from_tokens,
     sum_over_choices,
 )
+from coterie_experts import shared as shared_module
 from torch import Tensor, nn
 
 BACKENDS = ("reference", "torch")
@@ -98,6 +101,23 @@ def test_shared_expert_of_few_tokens(num_tokens: int) -> None:
     y.sum().backward()
     assert bool(shared.down.grad.any()) == (num_tokens > 0)
     assert torch.equal(shared(noise(3, D)[1]), shared(noise(3, D)[1:2])[0])
+
+
+def test_shared_expert_reads_a_file_of_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "tiles.json"
+    table = TileTable(capability="9.0", dtype="bfloat16", tiles={"narrow-small-few": {"up": {"band": 4}}})
+    table.write(file)
+    seen = []
+    plain = shared_module.grouped_experts
+    monkeypatch.setattr(
+        shared_module, "grouped_experts", lambda *a, table, **o: (seen.append(table), plain(*a, **o))[1]
+    )
+    SharedExpert(d_model=D, d_hidden=H, tiles=str(file))(noise(3, D))
+    SharedExpert(d_model=D, d_hidden=H)(noise(3, D))
+    assert seen == [table, None]
+    file.write_text("{", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"tiles\.json"):
+        SharedExpert(d_model=D, d_hidden=H, tiles=str(file))
 
 
 def test_shared_expert_refuses_what_does_not_fit() -> None:

@@ -121,6 +121,16 @@ def test_bfloat16_needs_main_weights(tiny):
     assert f"moments, bfloat16: {2 * 2 * (384 + 192):,} bytes" in shown
 
 
+def test_gradient_sharding_is_beside_the_sum_without_it(tiny):
+    """Of such a model it saves nothing: its two buffers hold all that a rank sends."""
+    whole = report(load_config(tiny), 4)
+    assert "without gradient_sharding" not in whole
+    shown = report(load_config(tiny, ["optimizer.gradient_sharding=true"]), 4)
+    assert "  sum without gradient_sharding: 26,832 bytes = 26.2 KiB\n" in shown
+    assert "  sum: 26,832 bytes" in whole
+    assert "  sum: 26,832 bytes" not in shown
+
+
 def test_muon_and_adamw_share_the_parameters(tiny):
     assert "Muon" not in report(load_config(tiny), 4)
     muon = ATTENTION + DENSE_MLP + 4 * EXPERT

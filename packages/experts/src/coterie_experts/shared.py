@@ -7,6 +7,7 @@ from coterie_experts.activation import ActivationName
 from coterie_experts.config import Backend, ExpertsConfig
 from coterie_experts.grouped_swiglu import choose_backend, grouped_experts
 from coterie_experts.initialisation import init_shared_expert
+from coterie_experts.tables import load_table
 
 __all__ = ["SharedExpert"]
 
@@ -26,12 +27,13 @@ class SharedExpert(nn.Module):
         swiglu_alpha: of ``swiglu_clamped``.
         swiglu_limit: of ``swiglu_clamped``.
         bias: with biases in both projections.
-        backend: as in ``ExpertsConfig``.
+        backend: as in ``ExpertsConfig``; so is tiles.
+        tiles: a file of tiles.
         device: ``meta`` builds without memory.
         dtype: of the parameters and of the tokens.
 
     Raises:
-        ValueError: sizes or names are wrong, or the named back-end cannot run.
+        ValueError: sizes or names are wrong, the file of tiles is not one, or the named back-end cannot run.
     """
 
     gate_up: nn.Parameter
@@ -51,6 +53,7 @@ class SharedExpert(nn.Module):
         swiglu_limit: float = 7.0,
         bias: bool = False,
         backend: Backend = "auto",
+        tiles: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -64,10 +67,12 @@ class SharedExpert(nn.Module):
             swiglu_alpha=swiglu_alpha,
             swiglu_limit=swiglu_limit,
             bias=bias,
+            tiles=tiles,
         )
         problems = self.config.problems()
         if problems:
             raise ValueError("\n".join(problems))
+        self._table = None if tiles is None else load_table(tiles)
         is_gated = self.config.activation_function.is_gated
         self._up_name, d_pre = ("gate_up", 2 * d_hidden) if is_gated else ("up", d_hidden)
 
@@ -87,6 +92,7 @@ class SharedExpert(nn.Module):
             device=self.down.device,
             activation=activation,
             bias=bias,
+            table=self._table,
         )
         if not self.down.is_meta:
             init_shared_expert(self, seed=0, name="shared", std=d_model**-0.5, down_std=d_hidden**-0.5)
@@ -111,6 +117,7 @@ class SharedExpert(nn.Module):
             up_bias=self._as_layer_of_one(f"{self._up_name}_bias") if self.config.bias else None,
             down_bias=self._as_layer_of_one("down_bias") if self.config.bias else None,
             backend=self.config.backend,
+            table=self._table,
         )
         return y_RD.view(x_TD.shape)
 

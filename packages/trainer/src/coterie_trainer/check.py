@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -55,6 +56,12 @@ def report(config: Config, world: int) -> str:
         most = totals.index(max(totals))
         memory_lines = _memory_lines(config, spec, plan, parts[most], memories[most])
         message_lines = _message_lines(config, spec, plan, parts[most], memories[most])
+        if config.optimizer.gradient_sharding:
+            # Of a small model it saves nothing: its own buffers are as large.
+            whole = replace(config, optimizer=replace(config.optimizer, gradient_sharding=False))
+            memory = _memory(whole, spec, plan, stages, parts[most])
+            size = _size(_total(whole, spec, plan, parts[most], memory))
+            memory_lines.append(f"sum without gradient_sharding: {size}")
         if plan.pipeline > 1:
             memory_lines = [f"pipeline {most}, which needs most:", *(f"  {line}" for line in memory_lines)]
             memory_lines += [
