@@ -11,7 +11,7 @@ from coterie_experts.grouped_swiglu import triton_backward, triton_launch, trito
 from coterie_experts.token_rows import sort_slots
 from torch import Tensor
 
-from experts import test_idle_and_padding, test_main_grad, test_module, test_tokens, test_values
+from experts import test_idle_and_padding, test_main_grad, test_module, test_once, test_tokens, test_values
 from experts.cases import CASES, Case, make_tensors
 from experts.test_values import NAMES, run, run_loop
 
@@ -224,3 +224,12 @@ def test_no_pass_builds_descriptors_before_its_thread_has_a_context(monkeypatch:
         assert events[0] == "context"
         assert "descriptor" in events
         events.clear()
+
+
+def test_passes_for_some_inputs() -> None:
+    test_main_grad.check_passes_for_some_inputs("triton")
+
+
+@pytest.mark.parametrize("place", ["x", "gate_up", "down"])
+def test_inputs_that_are_copied_can_be_differentiated_once(place: str) -> None:
+    test_once.check_copied_inputs("triton", place)

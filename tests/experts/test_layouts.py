@@ -173,3 +173,18 @@ def test_loading_the_interleaved_layout_names_every_difference_and_copies_nothin
         load_interleaved(*parameters(experts), tensors)
     for one, same in zip(parameters(experts), before, strict=True):
         assert torch.equal(one, same)
+
+
+def test_nothing_is_loaded_into_a_module_without_memory() -> None:
+    experts = GroupedExperts(ExpertsConfig(d_model=8, d_hidden=4, num_experts=2), device="meta")
+    tensors = {"gate_up_proj": torch.ones(2, 8, 8), "down_proj": torch.ones(2, 8, 4)}
+    with pytest.raises(ValueError, match=r"^gate_up_proj is on meta: .*\ndown_proj is on meta: "):
+        load_views(fused_views(experts.gate_up, experts.down), tensors)
+
+
+def test_interleaved_shapes_that_do_not_fit_are_refused() -> None:
+    up, down = torch.zeros(2, 8, 16), torch.zeros(2, 16, 4)
+    with pytest.raises(ValueError, match=r"up must be \(e, 2H, D\)"):
+        interleaved_tensors(up[:, :7], down, torch.zeros(2, 8), torch.zeros(2, 16))
+    with pytest.raises(ValueError, match=r"down_bias \(2, 16\), but they are \(2, 8\) and \(7, 16\)"):
+        interleaved_tensors(up, down, torch.zeros(2, 8), torch.zeros(7, 16))

@@ -262,3 +262,45 @@ def test_readme_examples_run() -> None:
     assert gradient.abs().sum() > 0
     exec(compile(second, str(readme), "exec"), names)
     assert torch.equal(names["experts"].gate_up.grad, 2 * gradient)
+
+
+def test_a_layer_that_cannot_run_can_be_printed() -> None:
+    experts = GroupedExperts(config(backend="torch")).double()
+    assert "backend=torch, which cannot run" in repr(experts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64])
+def test_dtypes_that_no_back_end_has_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=rf"dtype \({dtype}\) must be one of torch\.bfloat16, "):
+        GroupedExperts(config(), device="meta", dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"d_model": "16"}, r"d_model \('16'\) must be a whole number"),
+        ({"d_hidden": 16.0}, r"d_hidden \(16\.0\) must be a whole number"),
+        ({"num_experts": True}, r"num_experts \(True\) must be a whole number"),
+        ({"swiglu_limit": None}, r"swiglu_limit \(None\) must be a finite number above 0"),
+        ({"swiglu_alpha": "2"}, r"swiglu_alpha \('2'\) must be a finite number above 0"),
+    ],
+)
+def test_values_of_other_types_are_refused(changes: dict[str, object], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        GroupedExperts(config(**changes))
+
+
+def test_all_faults_of_arguments_at_once() -> None:
+    experts = GroupedExperts(ExpertsConfig(d_model=16, d_hidden=8, num_experts=2, backend="reference"))
+    wide = "gate_up must be torch.float64 when the rows are torch.float64, but is torch.float32"
+    with pytest.raises(ValueError, match=rf"(?s)^shapes must be .*{re.escape(wide)}"):
+        experts(torch.zeros(5, 12).double(), torch.ones(5).double(), torch.tensor([3, 9], dtype=torch.int32))
+    with pytest.raises(ValueError, match=rf"(?s)^{re.escape(wide)}.*\noffsets end at row 9 but there are only 5 rows"):
+        experts(torch.zeros(5, 16).double(), torch.ones(5).double(), torch.tensor([3, 9], dtype=torch.int32))
+    text = (
+        "ids must be -1 to 1, but go from 9 to 9\n"
+        "x must be torch.float32, as the parameters are, but is torch.float64\n"
+        "weights must be torch.float32 where x is torch.float32, but are torch.bfloat16"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        experts.forward_tokens(torch.zeros(5, 16).double(), torch.full((5, 1), 9), torch.ones(5, 1).bfloat16())

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from coterie_experts import ExpertsConfig, GroupedExperts
+from coterie_experts import ExpertsConfig, GroupedExperts, grouped_experts
 from torch import Tensor
 
 
@@ -52,15 +52,6 @@ def test_reference_can_be_differentiated_twice() -> None:
     assert torch.autograd.gradgradcheck(function, (x, weights))
 
 
-def test_reference_refuses_where_a_weight_is_zero() -> None:
-    experts, x, ids, weights = layer_and_tokens("reference")
-    with torch.no_grad():
-        weights[1, 0] = 0
-    y = experts.forward_tokens(x, ids, weights)
-    with pytest.raises(RuntimeError, match="rows of weight zero can be differentiated once"):
-        torch.autograd.grad(y.sum(), weights, create_graph=True)
-
-
 def test_first_derivatives_are_left_alone() -> None:
     experts, x, ids, weights = layer_and_tokens("torch")
     experts.forward_tokens(x, ids, weights).square().sum().backward()
@@ -70,3 +61,42 @@ def test_first_derivatives_are_left_alone() -> None:
     for parameter in experts.parameters():
         parameter.requires_grad_(False)
     assert not experts.forward_tokens(frozen, ids, weights).requires_grad
+
+
+@pytest.mark.parametrize("place", ["x", "gate_up", "down"])
+def test_inputs_that_are_copied_refuse_too(place: str) -> None:
+    check_copied_inputs("torch", place)
+
+
+def check_copied_inputs(backend: str, place: str) -> None:
+    """What is saved of an input in another order of memory is a copy, which wants no gradient."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        "x": torch.randn(5, 8, generator=generator),
+        "gate_up": torch.randn(2, 8, 8, generator=generator),
+        "down": torch.randn(2, 8, 4, generator=generator),
+    }
+    tensors[place] = tensors[place].mT.contiguous().mT.requires_grad_()
+    assert not tensors[place].is_contiguous()
+    x, gate_up, down = tensors.values()
+    y = grouped_experts(x, torch.ones(5), torch.tensor([2, 5], dtype=torch.int32), gate_up, down, backend=backend)
+    leaf = tensors[place]
+    with pytest.raises(RuntimeError, match="can be differentiated once"):
+        torch.autograd.grad(y.square().sum() + leaf.square().sum(), leaf, create_graph=True)
+
+
+@pytest.mark.parametrize("wanted", ["x", "weights", "down"])
+def test_reference_refuses_mixed_derivatives_of_rows_of_weight_zero(wanted: str) -> None:
+    """The gradient of such a row is zero, and that of this zero by the weight is not."""
+    experts, x, ids, weights = layer_and_tokens("reference")
+    with torch.no_grad():
+        weights[1, 0] = 0
+    leaf = {"x": x, "weights": weights, "down": experts.down}[wanted]
+    y = experts.forward_tokens(x, ids, weights)
+    with pytest.raises(RuntimeError, match="rows of weight zero can be differentiated once"):
+        torch.autograd.grad(y.sum(), leaf, create_graph=True)
+    # Where no weight wants a gradient, all that is left out is zero.
+    y = experts.forward_tokens(x, ids, weights.detach())
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    grad.square().sum().backward()
+    assert not x.grad.isnan().any()

@@ -1,5 +1,6 @@
 """Shared experts and latent experts: values and gradients against plain products, main_grad, start values."""
 
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -231,3 +232,58 @@ def test_latent_width_that_a_kernel_cannot_take_is_named() -> None:
         latent(d_latent=6)
     with pytest.raises(ValueError, match=r"first_expert \(3\) and num_local_experts \(2\)"):
         latent(first_expert=3, num_local_experts=2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weight_gradients_can_be_deferred(backend: str) -> None:
+    """Those of a shared expert with a `main_grad`, and those of the experts between two projections."""
+    config = ExpertsConfig(d_model=D, d_hidden=H, num_experts=E, backend=backend)
+    ids, weights = torch.tensor([[0, 1], [2, 1], [3, 0]]), torch.rand(3, 2)
+
+    def shared_gradients(defer: bool) -> list[Tensor]:
+        shared = SharedExpert(d_model=D, d_hidden=H, backend=backend)
+        for parameter in shared.parameters():
+            parameter.main_grad = torch.zeros_like(parameter)
+        return gradients(shared, lambda: shared(noise(3, D)), defer)
+
+    def latent_gradients(defer: bool) -> list[Tensor]:
+        latent = LatentExperts(config, d_latent=L)
+        return gradients(latent, lambda: latent.forward_tokens(noise(3, D), ids, weights), defer)
+
+    def gradients(module: nn.Module, forward: Callable[[], Tensor], defer: bool) -> list[Tensor]:
+        later: list[Callable[[], None]] = []
+        if defer:
+            module.defer_weight_gradients = later.append
+            assert module.defer_weight_gradients is not None
+        forward().square().sum().backward()
+        assert len(later) == defer
+        for add in later:
+            add()
+        return [getattr(one, "main_grad", one.grad) for one in module.parameters()]
+
+    for found in (shared_gradients, latent_gradients):
+        for one, other in zip(found(True), found(False), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_latent_experts_refuse_what_does_not_fit() -> None:
+    latent = LatentExperts(ExpertsConfig(d_model=D, d_hidden=H, num_experts=E), d_latent=L)
+    ids, weights = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
+    text = r"x must have shape \(\.\.\., 16\), but has \(3, 12\)\nx must be torch\.float32, .* but is torch\.float64"
+    with pytest.raises(ValueError, match=text):
+        latent.forward_tokens(torch.zeros(3, 12, dtype=torch.float64), ids, weights)
+    with pytest.raises(ValueError, match=r"y must have shape \(\.\.\., 8\), but has \(3, 16\)"):
+        latent.from_latent(torch.zeros(3, D))
+    empty = LatentExperts(latent.config, d_latent=L, device="meta")
+    with pytest.raises(ValueError, match=r"x is on cpu but the parameters are on meta; give the module memory"):
+        empty.forward_tokens(torch.zeros(3, D), ids, weights)
+
+
+def test_autocast_changes_nothing() -> None:
+    config = ExpertsConfig(d_model=D, d_hidden=H, num_experts=E, backend="reference")
+    latent, shared = LatentExperts(config, d_latent=L), SharedExpert(d_model=D, d_hidden=H, backend="reference")
+    x, ids, weights = noise(5, D), torch.arange(5)[:, None] % E, torch.ones(5, 1)
+    plain = latent.forward_tokens(x, ids, weights), shared(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = latent.forward_tokens(x, ids, weights), shared(x)
+    assert all(torch.equal(one, other) for one, other in zip(plain, cast, strict=True))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from coterie_experts import ExpertsConfig, GroupedExperts, order_by_expert
+from coterie_experts.token_rows import sort_slots
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -143,3 +144,27 @@ def test_sum_rounds_once_in_bfloat16() -> None:
         singles.append(experts(x, weights[:, k], offsets).float())
     expected = (singles[0] + singles[1] + singles[2]).bfloat16()
     assert torch.equal(experts.forward_tokens(x, ids, weights), expected)
+
+
+@pytest.mark.parametrize(
+    ("ids", "text"),
+    [
+        (torch.tensor([[256], [1]]), "ids must be -1 to 3, but go from 1 to 256"),
+        (torch.tensor([[4]]), "ids must be -1 to 3, but go from 4 to 4"),
+        (torch.tensor([[-2]]), "ids must be -1 to 3, but go from -2 to -2"),
+        (torch.tensor([[1.0]]), "ids must be torch.int64, but are torch.float32"),
+        (torch.tensor([1, 2]), r"ids must have shape \(T, K\), but have \(2,\)"),
+    ],
+)
+def test_wrong_ids_are_refused(ids: torch.Tensor, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        order_by_expert(ids, 4)
+
+
+@pytest.mark.parametrize("num_experts", [3, 255, 256, 40_000])
+def test_ids_that_no_expert_has_are_not_routed_where_nobody_looks(num_experts: int) -> None:
+    """A key of 8 bits would take 256 for 0."""
+    ids = torch.tensor([[num_experts], [0], [256 + num_experts], [num_experts - 1], [-1], [2**40]])
+    slots, offsets = sort_slots(ids, num_experts)
+    assert slots.tolist() == [1, 3, 0, 2, 4, 5]
+    assert offsets.tolist() == [1] * (num_experts - 1) + [2]

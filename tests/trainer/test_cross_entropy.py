@@ -194,6 +194,24 @@ def test_the_gradient_goes_to_main_grad_beside_that_of_the_embedding(tied: bool)
         torch.testing.assert_close(ours, plain, rtol=2e-2, atol=2e-3)
 
 
+@pytest.mark.parametrize("backend", ["torch", "chunked"])
+def test_a_pass_for_the_hidden_states_alone_leaves_main_grad_alone(backend: str) -> None:
+    tokens_BS, targets_BS = _tokens()
+    model = _model(False, torch.bfloat16)
+    accumulate_in_fp32(model.parameters())
+    total = model.head.weight.main_grad
+    hidden = model.embed(tokens_BS).detach().requires_grad_()
+    loss = cross_entropy_sum(model, hidden, targets_BS, backend=backend)
+    loss.backward(inputs=[hidden], retain_graph=True)
+    assert hidden.grad.any()
+    assert not total.any()
+    loss.backward()
+    once = total.clone()
+    assert once.any()
+    cross_entropy_sum(model, hidden, targets_BS, backend=backend).backward()
+    assert torch.equal(total, 2 * once)
+
+
 def _reduced(rank: int, world: int, tied: bool, sharded: bool) -> dict[str, dict[str, Tensor]]:
     mesh = Mesh(make_plan(ParallelConfig(data=world), world), rank, timeout_s=60.0)
     tokens_BS, targets_BS = _tokens()

@@ -43,10 +43,11 @@ class Activation:
         found = []
         if self.name not in ACTIVATIONS:
             found.append(f"activation ({self.name!r}) must be one of {', '.join(ACTIVATIONS)}")
-        if not 0 < self.limit < float("inf"):
-            found.append(f"swiglu_limit ({self.limit:g}) must be a finite number above 0; gpt-oss has 7")
-        if not 0 < self.alpha < float("inf"):
-            found.append(f"swiglu_alpha ({self.alpha:g}) must be a finite number above 0; gpt-oss has 1.702")
+        for name, value, usual in (("swiglu_limit", self.limit, "7"), ("swiglu_alpha", self.alpha, "1.702")):
+            is_number = isinstance(value, int | float)
+            if not is_number or not 0 < value < float("inf"):
+                shown = f"{value:g}" if is_number else repr(value)
+                found.append(f"{name} ({shown}) must be a finite number above 0; gpt-oss has {usual}")
         return found
 
     def forward(self, pre_RP: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ class ExpertsConfig:
         swiglu_limit: of ``swiglu_clamped``.
         bias: give each expert a bias in both projections.
         tiles: a file that ``python -m coterie_experts.tune`` wrote, for ``auto`` and the tiles of ``triton`` on the GPU
-            that it was recorded on; not read on other devices than GPUs.
+            that it was recorded on; elsewhere it is read and not used.
     """
 
     d_model: int
@@ -48,14 +48,10 @@ class ExpertsConfig:
 
     def problems(self) -> list[str]:
         """Return every fault of this config as one sentence each; an empty list means it can be built."""
-        found = [
-            f"{name} ({size}) must be at least 1"
-            for name, size in (
-                ("d_model", self.d_model),
-                ("d_hidden", self.d_hidden),
-                ("num_experts", self.num_experts),
-            )
-            if size < 1
+        sizes = {"d_model": self.d_model, "d_hidden": self.d_hidden, "num_experts": self.num_experts}
+        found = [f"{name} ({size!r}) must be a whole number" for name, size in sizes.items() if type(size) is not int]
+        found += [
+            f"{name} ({size}) must be at least 1" for name, size in sizes.items() if type(size) is int and size < 1
         ]
         if self.backend not in BACKENDS:
             found.append(f"backend ({self.backend!r}) must be one of {', '.join(BACKENDS)}")

@@ -31,13 +31,13 @@ class Deferral:
         self._defer = defer
         self.parameters = tuple(parameters)
 
-    def hand_over(self, compute: Callable[[], Gradients], inputs: Sequence[Tensor]) -> None:
+    def hand_over(self, compute: Callable[[], Gradients], inputs: Sequence[Tensor], needs: Sequence[bool]) -> None:
         """Give the caller a function that adds what ``compute`` returns to the parameters.
 
-        ``inputs`` are the tensors of others that ``compute`` reads: it is an error to change them before. Nothing is
-        handed over where no parameter wants a gradient.
+        ``inputs`` are the tensors of others that ``compute`` reads: it is an error to change them before. ``needs``
+        says of which parameters this backward pass needs the gradient; where it is none, nothing is handed over.
         """
-        if any(one is not None and one.requires_grad for one in self.parameters):
+        if any(needs):
             self._defer(_AddWeightGradients(compute, self.parameters, inputs))
 
 

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from coterie_experts.config import ExpertsConfig
+from coterie_experts.deferred import Defer
+from coterie_experts.grouped_swiglu import GIVE_MEMORY, without_autocast
 from coterie_experts.initialisation import init_latent_experts
 from coterie_experts.main_grad import into_main_grad
 from coterie_experts.module import GroupedExperts
@@ -38,6 +40,9 @@ class LatentExperts(nn.Module):
         num_local_experts: likewise.
         device: likewise.
         dtype: likewise.
+
+    Attributes:
+        defer_weight_gradients: that of ``experts``; gradients of the projections are not deferred.
 
     Raises:
         ValueError: as ``GroupedExperts``, for L in place of D, or L is not 1 to D.
@@ -83,13 +88,30 @@ class LatentExperts(nn.Module):
                 down_std=config.d_hidden**-0.5,
             )
 
+    @property
+    def defer_weight_gradients(self) -> Defer | None:
+        """Return what takes the weight gradients of the experts, None where they are computed at once."""
+        return self.experts.defer_weight_gradients
+
+    @defer_weight_gradients.setter
+    def defer_weight_gradients(self, defer: Defer | None) -> None:
+        self.experts.defer_weight_gradients = defer
+
     def to_latent(self, x_TD: Tensor) -> Tensor:
-        """Return the tokens at the width of the experts, (..., D) to (..., L)."""
-        return F.linear(x_TD, into_main_grad(self.latent_in))
+        """Return the tokens at the width of the experts, (..., D) to (..., L).
+
+        Raises:
+            ValueError: the last size is not D, or the dtype or the device is not that of the parameters.
+        """
+        return _linear(x_TD, self.latent_in, "x")
 
     def from_latent(self, y_TL: Tensor) -> Tensor:
-        """Return what the experts gave at the width of the model, (..., L) to (..., D)."""
-        return F.linear(y_TL, into_main_grad(self.latent_out))
+        """Return what the experts gave at the width of the model, (..., L) to (..., D).
+
+        Raises:
+            ValueError: as ``to_latent``, for L.
+        """
+        return _linear(y_TL, self.latent_out, "y")
 
     def forward(
         self,
@@ -118,3 +140,20 @@ class LatentExperts(nn.Module):
     def extra_repr(self) -> str:
         """Return the sizes for ``print(module)``."""
         return f"d_model={self.config.d_model}, d_latent={self.latent_in.shape[0]}"
+
+
+def _linear(x: Tensor, weight_NM: Tensor, name: str) -> Tensor:
+    width = weight_NM.shape[1]
+    found = []
+    if x.dim() < 1 or x.shape[-1] != width:
+        found.append(f"{name} must have shape (..., {width}), but has {tuple(x.shape)}")
+    if x.dtype != weight_NM.dtype:
+        found.append(f"{name} must be {weight_NM.dtype}, as the parameters are, but is {x.dtype}")
+    if x.device != weight_NM.device:
+        advice = GIVE_MEMORY if weight_NM.is_meta else "move it there"
+        found.append(f"{name} is on {x.device} but the parameters are on {weight_NM.device}; {advice}")
+    if found:
+        raise ValueError("\n".join(found))
+    # In the dtype of the parameters, as the experts.
+    with without_autocast(x.device):
+        return F.linear(x, into_main_grad(weight_NM))

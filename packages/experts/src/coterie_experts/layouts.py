@@ -75,7 +75,11 @@ def per_expert_views(
 
 
 def interleaved_tensors(gate_up: Tensor, down: Tensor, gate_up_bias: Tensor, down_bias: Tensor) -> dict[str, Tensor]:
-    """Return the four tensors of gpt-oss's experts; those of ``down`` share memory with the arguments."""
+    """Return the four tensors of gpt-oss's experts; those of ``down`` share memory with the arguments.
+
+    Raises:
+        ValueError: shapes differ from the above.
+    """
     views = _interleaved_views(gate_up, down, gate_up_bias, down_bias)
     return {name: view.flatten(-2) if name.startswith("gate_up") else view for name, view in views.items()}
 
@@ -94,7 +98,7 @@ def load_interleaved(
         name: (*view.shape[:-2], 2 * view.shape[-2]) if name.startswith("gate_up") else tuple(view.shape)
         for name, view in views.items()
     }
-    _raise_differences(shapes, tensors)
+    _raise_differences(shapes, views, tensors)
     for name, view in views.items():
         view.copy_(
             tensors[name].view(*tensors[name].shape[:-1], -1, 2) if name.startswith("gate_up") else tensors[name]
@@ -106,9 +110,9 @@ def load_views(views: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> No
     """Copy ``tensors`` into ``views`` (fused or per expert), and so into the experts behind them.
 
     Raises:
-        ValueError: names or shapes differ; every difference is named and nothing has been copied.
+        ValueError: names or shapes differ, or a view is on ``meta``; every fault is named and nothing has been copied.
     """
-    _raise_differences({name: tuple(view.shape) for name, view in views.items()}, tensors)
+    _raise_differences({name: tuple(view.shape) for name, view in views.items()}, views, tensors)
     for name, view in views.items():
         view.copy_(tensors[name])
 
@@ -130,7 +134,14 @@ def _check_gated(up: Tensor, down: Tensor, gated: bool) -> None:
 
 def _interleaved_views(gate_up: Tensor, down: Tensor, gate_up_bias: Tensor, down_bias: Tensor) -> dict[str, Tensor]:
     """Return views with gate and up side by side in a last dimension of their own: (e, D, H, 2) and (e, H, 2)."""
+    _check_gated(gate_up, down, True)
     num_experts, d_model, d_hidden = down.shape
+    shapes = tuple(gate_up_bias.shape), tuple(down_bias.shape)
+    if shapes != ((num_experts, 2 * d_hidden), (num_experts, d_model)):
+        raise ValueError(
+            f"beside down {tuple(down.shape)} gate_up_bias must be {(num_experts, 2 * d_hidden)} and down_bias "
+            f"{(num_experts, d_model)}, but they are {shapes[0]} and {shapes[1]}"
+        )
     return {
         "gate_up_proj": gate_up.detach().view(num_experts, 2, d_hidden, d_model).permute(0, 3, 2, 1),
         "gate_up_proj_bias": gate_up_bias.detach().view(num_experts, 2, d_hidden).mT,
@@ -139,8 +150,11 @@ def _interleaved_views(gate_up: Tensor, down: Tensor, gate_up_bias: Tensor, down
     }
 
 
-def _raise_differences(shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
-    problems = [f"{name} is missing" for name in shapes if name not in tensors]
+def _raise_differences(
+    shapes: Mapping[str, tuple[int, ...]], views: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+) -> None:
+    problems = [f"{name} is on meta: it has no memory to load into" for name, view in views.items() if view.is_meta]
+    problems += [f"{name} is missing" for name in shapes if name not in tensors]
     problems += [f"{name} is not known" for name in tensors if name not in shapes]
     problems += [
         f"{name} must have shape {shape} but has {tuple(tensors[name].shape)}"

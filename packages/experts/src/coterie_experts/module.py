@@ -7,10 +7,16 @@ from torch import Tensor, nn
 
 from coterie_experts.config import ExpertsConfig
 from coterie_experts.deferred import Defer
-from coterie_experts.grouped_swiglu import BackendChoice, choose_backend, experts_of_tokens, grouped_experts
+from coterie_experts.grouped_swiglu import (
+    GIVE_MEMORY,
+    BackendChoice,
+    choose_backend,
+    experts_of_tokens,
+    grouped_experts,
+)
 from coterie_experts.initialisation import init_experts
 from coterie_experts.tables import load_table
-from coterie_experts.token_rows import order_by_expert, rows_from_tokens, sum_over_choices
+from coterie_experts.token_rows import id_problems, order_by_expert, rows_from_tokens, sum_over_choices
 
 __all__ = ["GroupedExperts"]
 
@@ -128,7 +134,8 @@ class GroupedExperts(nn.Module):
         Args:
             rows_RD: rows of local expert i at [offsets[i-1], offsets[i]); rows past the last end are not read, and
                 their output is zero.
-            row_weights_R: float32, multiplies the activation before the down projection, and the bias of that.
+            row_weights_R: float32 (float64 if the rows are float64), multiplies the activation before the down
+                projection, and the bias of that.
             offsets_e: int32, inclusive ends.
             ask_out: called when the output is about to be written, also in a recomputed forward pass; it may return
                 memory for it, of the shape and dtype of the rows and contiguous. The back-end ``triton`` writes and
@@ -164,8 +171,9 @@ class GroupedExperts(nn.Module):
 
         Args:
             x_TD: the dtype of the parameters.
-            ids_TK: int64, 0 to E-1, or -1 for a choice that is not routed and adds nothing.
-            weights_TK: float32.
+            ids_TK: int64, 0 to E-1, or -1 for a choice that is not routed and adds nothing. On a GPU nobody looks at
+                the values, and an id that no expert has counts as -1.
+            weights_TK: float32 (float64 if x is float64).
 
         Raises:
             ValueError: this rank does not hold all experts, or shapes, dtypes or (on the CPU) ids do not fit.
@@ -197,7 +205,12 @@ class GroupedExperts(nn.Module):
         held = f"{self.first_expert} to {self.first_expert + self.num_local_experts - 1} of {self.config.num_experts}"
         config = self.config
         sizes = f"d_model={config.d_model}, d_hidden={config.d_hidden}"
-        return f"experts {held}, {sizes}, activation={config.activation}, bias={config.bias}, backend={self.backend}"
+        try:
+            backend = self.backend
+        except ValueError:
+            # Parameters that were moved or cast since. It is an error to run them, and none to print them.
+            backend = f"{config.backend}, which cannot run"
+        return f"experts {held}, {sizes}, activation={config.activation}, bias={config.bias}, backend={backend}"
 
     def _choice(self) -> BackendChoice:
         return choose_backend(
@@ -227,12 +240,19 @@ class GroupedExperts(nn.Module):
             found.append(f"x must have the width of the experts, {self.config.d_model}, but has {x_TD.shape[1]}")
         elif ids_TK.shape[1] == 0:
             found.append("ids (T, K) must have at least one choice a token, but K is 0")
-        if ids_TK.dtype != torch.int64:
-            found.append(f"ids must be torch.int64, but are {ids_TK.dtype}")
-        elif ids_TK.device != x_TD.device:
+        if ids_TK.device != x_TD.device:
             found.append(f"ids are on {ids_TK.device} but x is on {x_TD.device}; move them there")
-        elif ids_TK.device.type == "cpu" and ids_TK.numel() > 0:
-            lowest, highest = ids_TK.min().item(), ids_TK.max().item()
-            if lowest < -1 or highest >= self.config.num_experts:
-                found.append(f"ids must be -1 to {self.config.num_experts - 1}, but go from {lowest} to {highest}")
+        if ids_TK.dim() == 2:
+            found += id_problems(ids_TK, self.config.num_experts)
+        dtype, device = self.down.dtype, self.down.device
+        weight_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        if x_TD.dtype != dtype:
+            found.append(f"x must be {dtype}, as the parameters are, but is {x_TD.dtype}")
+        if weights_TK.dtype != weight_dtype:
+            found.append(f"weights must be {weight_dtype} where x is {dtype}, but are {weights_TK.dtype}")
+        if x_TD.device != device:
+            advice = GIVE_MEMORY if device.type == "meta" else "move it there"
+            found.append(f"x is on {x_TD.device} but the parameters are on {device}; {advice}")
+        if weights_TK.device != x_TD.device:
+            found.append(f"weights are on {weights_TK.device} but x is on {x_TD.device}; move them there")
         return found

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from coterie_experts.activation import ActivationName
 from coterie_experts.config import Backend, ExpertsConfig
+from coterie_experts.deferred import Defer
 from coterie_experts.grouped_swiglu import choose_backend, grouped_experts
 from coterie_experts.initialisation import init_shared_expert
 from coterie_experts.tables import load_table
@@ -31,6 +32,9 @@ class SharedExpert(nn.Module):
         tiles: a file of tiles.
         device: ``meta`` builds without memory.
         dtype: of the parameters and of the tokens.
+
+    Attributes:
+        defer_weight_gradients: as in ``GroupedExperts``, for parameters that have a ``main_grad``.
 
     Raises:
         ValueError: sizes or names are wrong, the file of tiles is not one, or the named back-end cannot run.
@@ -73,6 +77,7 @@ class SharedExpert(nn.Module):
         if problems:
             raise ValueError("\n".join(problems))
         self._table = None if tiles is None else load_table(tiles)
+        self.defer_weight_gradients: Defer | None = None
         is_gated = self.config.activation_function.is_gated
         self._up_name, d_pre = ("gate_up", 2 * d_hidden) if is_gated else ("up", d_hidden)
 
@@ -118,6 +123,7 @@ class SharedExpert(nn.Module):
             down_bias=self._as_layer_of_one("down_bias") if self.config.bias else None,
             backend=self.config.backend,
             table=self._table,
+            defer_weight_gradients=self.defer_weight_gradients,
         )
         return y_RD.view(x_TD.shape)
 

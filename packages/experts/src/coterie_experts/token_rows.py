@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["TokenOrder", "order_by_expert", "rows_from_tokens", "sort_slots", "sum_over_choices"]
+__all__ = ["TokenOrder", "id_problems", "order_by_expert", "rows_from_tokens", "sort_slots", "sum_over_choices"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,18 +27,38 @@ class TokenOrder:
 def sort_slots(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Return the slots sorted by (expert, token, choice), int64, and the inclusive ends of the segments, int32.
 
-    Slots that are not routed (id -1) come last. The keys are as narrow as the number of experts allows: a radix sort
-    takes one pass for each byte of a key.
+    Slots that are not routed (id -1) come last, and so do ids that no expert has. The keys are as narrow as the number
+    of experts allows: a radix sort takes one pass for each byte of a key.
     """
     dtype = next(dtype for dtype in (torch.uint8, torch.int16, torch.int32) if num_experts <= torch.iinfo(dtype).max)
-    keys_N = torch.where(ids_TK < 0, num_experts, ids_TK).to(dtype).flatten()
+    keys_N = torch.where(ids_TK < 0, num_experts, ids_TK).clamp_(max=num_experts).to(dtype).flatten()
     sorted_N, slot_of_row_N = torch.sort(keys_N, stable=True)
     experts_e = torch.arange(num_experts, dtype=dtype, device=keys_N.device)
     return slot_of_row_N, torch.searchsorted(sorted_N, experts_e, right=True, out_int32=True)
 
 
+def id_problems(ids_TK: Tensor, num_experts: int) -> list[str]:
+    """Return what is wrong with ids; their values are read on the CPU alone, where that costs no synchronisation."""
+    if ids_TK.dtype != torch.int64:
+        return [f"ids must be torch.int64, but are {ids_TK.dtype}"]
+    if ids_TK.dim() != 2:
+        return [f"ids must have shape (T, K), but have {tuple(ids_TK.shape)}"]
+    if ids_TK.device.type == "cpu" and ids_TK.numel() > 0:
+        lowest, highest = ids_TK.min().item(), ids_TK.max().item()
+        if lowest < -1 or highest >= num_experts:
+            return [f"ids must be -1 to {num_experts - 1}, but go from {lowest} to {highest}"]
+    return []
+
+
 def order_by_expert(ids_TK: Tensor, num_experts: int) -> TokenOrder:
-    """Sort the slots of a batch by expert id (int64, -1 = not routed), stable and with no host synchronisation."""
+    """Sort the slots of a batch by expert id (int64, -1 = not routed), stable and with no host synchronisation.
+
+    Raises:
+        ValueError: ids are not (T, K) of int64, or, on the CPU, not -1 to E-1; elsewhere such a slot is not routed.
+    """
+    problems = id_problems(ids_TK, num_experts)
+    if problems:
+        raise ValueError("\n".join(problems))
     slot_of_row_N, offsets_e = sort_slots(ids_TK, num_experts)
     row_of_slot_N = torch.empty_like(slot_of_row_N)
     row_of_slot_N[slot_of_row_N] = torch.arange(slot_of_row_N.numel(), device=slot_of_row_N.device)

@@ -6,6 +6,7 @@
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -20,9 +21,19 @@ from coterie_experts.grouped_swiglu.replayed import with_deferred_weights
 from coterie_experts.main_grad import into_main_grad, split_main_grad
 from coterie_experts.tables import TileTable
 
-__all__ = ["BackendChoice", "choose_backend", "experts_of_tokens", "grouped_experts", "grouped_swiglu"]
+__all__ = [
+    "GIVE_MEMORY",
+    "BackendChoice",
+    "choose_backend",
+    "experts_of_tokens",
+    "grouped_experts",
+    "grouped_swiglu",
+    "without_autocast",
+]
 
 _SWIGLU = Activation()
+# What to do about parameters on meta.
+GIVE_MEMORY = "give the module memory (to_empty(device=...)) and numbers (init_experts, or what was saved)"
 
 
 def grouped_swiglu(
@@ -89,9 +100,8 @@ def grouped_experts(
     """
     biases = {"up_bias": up_bias, "down_bias": down_bias}
     given = {name: bias for name, bias in biases.items() if bias is not None}
-    problems = activation.problems() or _argument_problems(
-        rows_RD, row_weights_R, offsets_e, up, down, given, is_gated=activation.is_gated
-    )
+    problems = activation.problems()
+    problems += _argument_problems(rows_RD, row_weights_R, offsets_e, up, down, given, is_gated=activation.is_gated)
     if problems:
         raise ValueError("\n".join(problems))
     choice = choose_backend(
@@ -131,16 +141,18 @@ def grouped_experts(
         up, down, up_bias, down_bias = parameters
         assert up is not None
         assert down is not None
-        return experts(
-            rows_RD,
-            weights_R,
-            offsets_e,
-            up,
-            down,
-            activation=activation,
-            up_bias=up_bias,
-            down_bias=down_bias,
-        )
+        # In the dtype of the parameters, as the other back-ends.
+        with without_autocast(rows_RD.device):
+            return experts(
+                rows_RD,
+                weights_R,
+                offsets_e,
+                up,
+                down,
+                activation=activation,
+                up_bias=up_bias,
+                down_bias=down_bias,
+            )
 
     if deferral is None:
         return run(*inputs, (up, down, up_bias, down_bias))
@@ -192,6 +204,11 @@ def experts_of_tokens(
     )
 
 
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Return a context in which autocast does nothing: experts compute in the dtype of their parameters."""
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
 def _split(
     up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None, deferral: Deferral | None
 ) -> dict[str, Any]:
@@ -218,12 +235,11 @@ def _argument_problems(
 ) -> list[str]:
     up_name = "gate_up" if is_gated else "up"
     shape_problem = _shape_problem(rows_RD, row_weights_R, offsets_e, up, down, biases, is_gated=is_gated)
-    if shape_problem is not None:
-        return [shape_problem]
-    found = _tensor_problems(
+    found = [] if shape_problem is None else [shape_problem]
+    found += _tensor_problems(
         rows_RD, {"row_weights": row_weights_R, "offsets": offsets_e, up_name: up, "down": down, **biases}
     )
-    if not found and offsets_e.device.type == "cpu":
+    if shape_problem is None and offsets_e.device.type == "cpu":
         found += _offset_problems(offsets_e.tolist(), rows_RD.shape[0])
     return found
 
@@ -237,7 +253,8 @@ def _tensor_problems(rows: Tensor, others: dict[str, Tensor]) -> list[str]:
         if tensor.dtype != dtype:
             found.append(f"{name} must be {dtype} when the rows are {rows.dtype}, but is {tensor.dtype}")
         if tensor.device != rows.device:
-            found.append(f"{name} is on {tensor.device} but the rows are on {rows.device}; move it there")
+            advice = GIVE_MEMORY if tensor.is_meta and name not in dtypes else "move it there"
+            found.append(f"{name} is on {tensor.device} but the rows are on {rows.device}; {advice}")
     return found
 
 

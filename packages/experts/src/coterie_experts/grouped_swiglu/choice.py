@@ -12,6 +12,8 @@ from coterie_experts.tables import TileTable, capability_of, recorded_backends, 
 
 __all__ = ["BackendChoice", "choose_backend"]
 
+# Of parameters and rows, for any back-end.
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _LOG = logging.getLogger("coterie_experts")
 
 
@@ -40,11 +42,13 @@ def choose_backend(
     the record of the package, and logs each choice once (logger ``coterie_experts``).
 
     Raises:
-        ValueError: the name is unknown, the named back-end cannot run here, or the table is of another GPU; the text
-            says what to do.
+        ValueError: the name or the dtype is unknown, the named back-end cannot run here, or the table is of another
+            GPU; the text says what to do.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend ({backend!r}) must be one of {', '.join(BACKENDS)}")
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype ({dtype}) must be one of {', '.join(map(str, _DTYPES))}")
     misfit = table.misfit(device, dtype) if table is not None and device.type == "cuda" else None
     if misfit is not None:
         raise ValueError(misfit)

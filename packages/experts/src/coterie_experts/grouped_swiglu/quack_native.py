@@ -19,7 +19,7 @@ from torch import Tensor
 
 from coterie_experts.deferred import Deferral, Gradients
 from coterie_experts.grouped_swiglu.alignment import width_obstacle
-from coterie_experts.once import refuse_second_derivative
+from coterie_experts.once import needed_inputs, refuse_create_graph
 from coterie_experts.token_rows import order_by_expert
 
 __all__ = ["grouped_swiglu", "obstacle", "swiglu_of_tokens"]
@@ -146,12 +146,11 @@ class _QuackSwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y_SD: Tensor) -> tuple[Tensor | None, ...]:
-        # Once: a checkpoint hands each saved tensor out a single time.
-        saved = ctx.saved_tensors
-        refuse_second_derivative(grad_y_SD, *saved)
-        x_SD, weights_R, gate_up, down, starts_e1, source_R, slot_of_row_N, row_of_slot_TK, pre_R2H = saved
+        refuse_create_graph()
+        x_SD, weights_R, gate_up, down, starts_e1, source_R, slot_of_row_N, row_of_slot_TK, pre_R2H = ctx.saved_tensors
+        needs = needed_inputs(ctx)[2:4]
         if source_R.shape[0] == 0:
-            grads = _or_deferred(ctx.deferral, lambda: [torch.zeros_like(gate_up), torch.zeros_like(down)], ())
+            grads = _or_deferred(ctx.deferral, lambda: [torch.zeros_like(gate_up), torch.zeros_like(down)], (), needs)
             zeros = torch.zeros_like(weights_R).view(ctx.weights_shape)
             return torch.zeros_like(x_SD), zeros, *grads, None, None, None, None, None
         from quack.gemm_interface import gemm, gemm_dgated
@@ -184,21 +183,25 @@ class _QuackSwiGLU(torch.autograd.Function):
         compute = partial(
             _weight_gradients, (grad_y_SD, activation_RH), (x_SD, grad_pre_R2H), counted_R, starts_e1, (gate_up, down)
         )
-        grads = _or_deferred(ctx.deferral, compute, (x_SD, grad_y_SD))
+        grads = _or_deferred(ctx.deferral, compute, (x_SD, grad_y_SD), needs)
         return grad_x_SD, grad_weights, *grads, None, None, None, None, None
 
 
 def _or_deferred(
-    deferral: Deferral | None, compute: Callable[[], Sequence[Tensor]], inputs: Sequence[Tensor]
+    deferral: Deferral | None,
+    compute: Callable[[], Sequence[Tensor]],
+    inputs: Sequence[Tensor],
+    needs: Sequence[bool],
 ) -> Sequence[Tensor | None]:
     """Return the gradients of gate_up and down, or None for both and hand ``compute`` over."""
     if deferral is None:
         return compute()
 
     def of_all() -> Gradients:
-        return (*compute(), None, None)
+        found = (one if needed else None for one, needed in zip(compute(), needs, strict=True))
+        return (*found, None, None)
 
-    deferral.hand_over(of_all, inputs)
+    deferral.hand_over(of_all, inputs, needs)
     return None, None
 
 

@@ -53,7 +53,7 @@ def weighted_rows(output: Callable[[Tensor, Tensor], Tensor], rows_RD: Tensor, w
     is_zero_R1 = (weights_R == 0)[:, None]
     # Selected, not multiplied: zero times NaN is NaN. The second selection keeps a NaN gradient out of `down`.
     y_RD = output(rows_RD.masked_fill(is_zero_R1, 0), weights_R).masked_fill(is_zero_R1, 0)
-    if not is_zero_R1.any():
+    if not (torch.is_grad_enabled() and weights_R.requires_grad and is_zero_R1.any()):
         return y_RD
     # A weight of zero still has a gradient: what the row would have given with weight one.
     with torch.no_grad():
@@ -61,9 +61,11 @@ def weighted_rows(output: Callable[[Tensor, Tensor], Tensor], rows_RD: Tensor, w
         is_used_R1 = is_zero_R1 & unit_RD.isfinite().all(dim=1, keepdim=True)
         unit_RD = unit_RD.masked_fill(~is_used_R1, 0)
     weights_R1 = torch.where(is_zero_R1, weights_R[:, None], 0)
-    if weights_R1.requires_grad:
-        weights_R1.register_hook(_finite_or_zero)  # type: ignore[no-untyped-call]
-    return y_RD + (weights_R1 * unit_RD).to(y_RD.dtype)
+    weights_R1.register_hook(_finite_or_zero)  # type: ignore[no-untyped-call]
+    y_RD = y_RD + (weights_R1 * unit_RD).to(y_RD.dtype)
+    # All gradients come by here: that of a row depends on its weight too.
+    y_RD.register_hook(_refuse_create_graph)  # type: ignore[no-untyped-call]
+    return y_RD
 
 
 class _Expert:
@@ -86,8 +88,14 @@ class _Expert:
 
 
 def _finite_or_zero(grad_R1: Tensor | None) -> Tensor | None:
-    # What the row would have given with weight one is a constant here.
-    if torch.is_grad_enabled():
-        raise RuntimeError("rows of weight zero can be differentiated once, and create_graph=True is not supported")
     # None is what autograd hands on where nothing came back.
     return None if grad_R1 is None else grad_R1.masked_fill(~grad_R1.isfinite(), 0)
+
+
+def _refuse_create_graph(grad_RD: Tensor) -> None:
+    # What a row of weight zero would have given with weight one is a constant here.
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "rows of weight zero can be differentiated once, and create_graph=True is not supported, where the weights "
+            "want a gradient"
+        )

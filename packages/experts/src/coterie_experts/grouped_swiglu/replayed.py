@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from coterie_experts.deferred import Deferral, Gradients
-from coterie_experts.once import refuse_second_derivative
+from coterie_experts.once import needed_inputs, refuse_second_derivative
 
 __all__ = ["with_deferred_weights"]
 
@@ -57,8 +57,9 @@ class _HandOver(torch.autograd.Function):
         saved = ctx.saved_tensors
         refuse_second_derivative(grad_y_RD, *saved)
         parameters, inputs = saved[:4], saved[4:]
-        compute = partial(_gradients, ctx.run, ctx.needs_input_grad[1:5], parameters, inputs, grad_y_RD)
-        ctx.deferral.hand_over(compute, [one for one in (*saved, grad_y_RD) if one is not None])
+        needs = needed_inputs(ctx)[1:5]
+        compute = partial(_gradients, ctx.run, needs, parameters, inputs, grad_y_RD)
+        ctx.deferral.hand_over(compute, [one for one in (*saved, grad_y_RD) if one is not None], needs)
         return (grad_y_RD, *[None] * 9)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from coterie_experts.activation import Activation
 from coterie_experts.deferred import Deferral, Gradients
 from coterie_experts.grouped_swiglu.alignment import width_obstacle
-from coterie_experts.once import refuse_second_derivative
+from coterie_experts.once import needed_inputs, refuse_create_graph
 
 __all__ = ["grouped_experts", "obstacle"]
 
@@ -87,11 +87,9 @@ class _GroupedExperts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y_RD: Tensor) -> tuple[Tensor | None, ...]:
-        # Once: a checkpoint hands each saved tensor out a single time.
-        saved = ctx.saved_tensors
-        refuse_second_derivative(grad_y_RD, *saved)
-        rows_RD, weights_R, offsets_e, up, down, up_bias, down_bias, product_RP = saved
-        needs_rows, needs_weights, _, *needs = ctx.needs_input_grad[:7]
+        refuse_create_graph()
+        rows_RD, weights_R, offsets_e, up, down, up_bias, down_bias, product_RP = ctx.saved_tensors
+        needs_rows, needs_weights, _, *needs = needed_inputs(ctx)[:7]
         needs_up, needs_down, needs_up_bias, _ = needs
         zero_weight_R = _zero_weight_rows(weights_R)
         past_end_R = _rows_past_the_end(rows_RD, offsets_e)
@@ -128,7 +126,7 @@ class _GroupedExperts(torch.autograd.Function):
         if ctx.deferral is None:
             grads = compute()
         else:
-            ctx.deferral.hand_over(compute, (rows_RD, weights_R, offsets_e, grad_y_RD))
+            ctx.deferral.hand_over(compute, (rows_RD, weights_R, offsets_e, grad_y_RD), needs)
             grads = (None,) * 4
         return grad_rows_RD, grad_weights_R, None, *grads, None, None
 

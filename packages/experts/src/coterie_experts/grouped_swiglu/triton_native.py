@@ -19,7 +19,7 @@ from coterie_experts.activation import Activation
 from coterie_experts.deferred import Deferral, Gradients
 from coterie_experts.grouped_swiglu.alignment import width_obstacle
 from coterie_experts.main_grad import kernel_main_grad
-from coterie_experts.once import graph_is_kept, refuse_second_derivative
+from coterie_experts.once import graph_is_kept, needed_inputs, refuse_create_graph
 from coterie_experts.tables import TileTable
 from coterie_experts.token_rows import sort_slots
 
@@ -183,16 +183,14 @@ class _TritonExperts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y_SD: Tensor) -> tuple[Tensor | None, ...]:
-        # Once: a checkpoint hands each saved tensor out a single time.
-        saved = ctx.saved_tensors
-        refuse_second_derivative(grad_y_SD, *saved)
+        refuse_create_graph()
         from coterie_experts.grouped_swiglu import triton_bias
         from coterie_experts.grouped_swiglu import triton_launch as launch
         from coterie_experts.grouped_swiglu.triton_layout import PaddedLayout
 
-        x_SD, up, down, up_bias, down_bias, offsets_e, product_PU, *rest = saved
+        x_SD, up, down, up_bias, down_bias, offsets_e, product_PU, *rest = ctx.saved_tensors
         layout = PaddedLayout.of(tuple(rest))
-        needs_x, needs_weights, *needs = ctx.needs_input_grad[:6]
+        needs_x, needs_weights, *needs = needed_inputs(ctx)[:6]
         tiles, deferral = ctx.tiles, ctx.deferral
         grad_y_SD = _row_major(grad_y_SD)
         launch.make_context_current(grad_y_SD.device)
@@ -228,6 +226,7 @@ class _TritonExperts(torch.autograd.Function):
                     deferral.parameters,
                 ),
                 (x_SD, grad_y_SD),
+                needs,
             )
         else:
             grad_down, grad_down_bias = _gradients_of_down(

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+from coterie_experts.once import needed_inputs
 from torch import Tensor
 from torch.autograd.function import Function
 
@@ -191,6 +192,9 @@ class _ChunkedCrossEntropy(Function):
         # One by one, not a scalar: torch would round a scalar to the dtype of the tensor first.
         grad_hidden_TD = None if hidden_TD is None else (hidden_TD * grad.view(1, 1)).to(ctx.dtype)
         if weight_VD is None:
+            return grad_hidden_TD, None, None, None, None
+        if not needed_inputs(ctx)[1]:
+            # A pass for the hidden states alone leaves the weight's main_grad as it is.
             return grad_hidden_TD, None, None, None, None
         if ctx.main_grad is None:
             return grad_hidden_TD, (weight_VD * grad).to(ctx.dtype), None, None, None
