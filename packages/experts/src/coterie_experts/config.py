@@ -1,7 +1,8 @@
 """Sizes, activation and back-end of a layer of experts."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from numbers import Integral
+from typing import Any, Literal, get_args
 
 from coterie_experts.activation import Activation, ActivationName
 
@@ -48,11 +49,14 @@ class ExpertsConfig:
 
     def problems(self) -> list[str]:
         """Return every fault of this config as one sentence each; an empty list means it can be built."""
-        sizes = {"d_model": self.d_model, "d_hidden": self.d_hidden, "num_experts": self.num_experts}
-        found = [f"{name} ({size!r}) must be a whole number" for name, size in sizes.items() if type(size) is not int]
-        found += [
-            f"{name} ({size}) must be at least 1" for name, size in sizes.items() if type(size) is int and size < 1
-        ]
+        # What a caller gave, whatever its annotation says.
+        sizes: dict[str, Any] = {"d_model": self.d_model, "d_hidden": self.d_hidden, "num_experts": self.num_experts}
+        found = []
+        for name, size in sizes.items():
+            if not isinstance(size, Integral) or isinstance(size, bool):
+                found.append(f"{name} ({size!r}) must be a whole number")
+            elif size < 1:
+                found.append(f"{name} ({size}) must be at least 1")
         if self.backend not in BACKENDS:
             found.append(f"backend ({self.backend!r}) must be one of {', '.join(BACKENDS)}")
         return found + self.activation_function.problems()
