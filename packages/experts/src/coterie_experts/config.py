@@ -53,7 +53,7 @@ class ExpertsConfig:
         sizes: dict[str, Any] = {"d_model": self.d_model, "d_hidden": self.d_hidden, "num_experts": self.num_experts}
         found = []
         for name, size in sizes.items():
-            if not isinstance(size, Integral) or isinstance(size, bool):
+            if isinstance(size, bool) or not isinstance(size, Integral):
                 found.append(f"{name} ({size!r}) must be a whole number")
             elif size < 1:
                 found.append(f"{name} ({size}) must be at least 1")
