@@ -86,5 +86,7 @@ def test_clearing_past_the_end() -> None:
 def test_gather_in_torch(size: tuple[int, int]) -> None:
     rows, places = long_rows(*size)
     slots = torch.tensor(places)
-    order = TokenOrder(slot_of_row_N=slots, row_of_slot_TK=torch.zeros(1, 1, dtype=torch.int64), offsets_e=slots)
+    order = TokenOrder(
+        slot_of_row_N=slots, row_of_slot_TK=torch.zeros(len(rows), 1, dtype=torch.int64), offsets_e=slots
+    )
     assert torch.equal(rows_from_tokens(rows, order), rows[places])

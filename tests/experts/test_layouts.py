@@ -188,3 +188,19 @@ def test_interleaved_shapes_that_do_not_fit_are_refused() -> None:
         interleaved_tensors(up[:, :7], down, torch.zeros(2, 8), torch.zeros(2, 16))
     with pytest.raises(ValueError, match=r"down_bias \(2, 16\), but they are \(2, 8\) and \(7, 16\)"):
         interleaved_tensors(up, down, torch.zeros(2, 8), torch.zeros(7, 16))
+
+
+def test_what_holds_no_numbers_is_not_loaded_and_nothing_is() -> None:
+    experts = GroupedExperts(ExpertsConfig(d_model=8, d_hidden=4, num_experts=2))
+    before = experts.gate_up.detach().clone()
+    views = fused_views(experts.gate_up, experts.down)
+    for down in (torch.ones(2, 8, 4, device="meta"), torch.ones(2, 8, 4, dtype=torch.complex64)):
+        with pytest.raises(ValueError, match=r"down_proj is .*: it has no real numbers to load"):
+            load_views(views, {"gate_up_proj": torch.ones(2, 8, 8), "down_proj": down})
+        assert torch.equal(experts.gate_up, before)
+
+
+@pytest.mark.parametrize("names", [("w", "w", "v"), ("w", "v")])
+def test_names_that_hide_a_tensor_are_refused(names: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match="must be three different ones"):
+        per_expert_views(torch.zeros(2, 8, 8), torch.zeros(2, 8, 4), names=names)

@@ -281,6 +281,7 @@ def test_dtypes_that_no_back_end_has_are_refused(dtype: torch.dtype) -> None:
         ({"d_model": "16"}, r"d_model \('16'\) must be a whole number"),
         ({"d_hidden": 16.0}, r"d_hidden \(16\.0\) must be a whole number"),
         ({"num_experts": True}, r"num_experts \(True\) must be a whole number"),
+        ({"bias": "no"}, r"bias \('no'\) must be true or false"),
         ({"swiglu_limit": None}, r"swiglu_limit \(None\) must be a finite number above 0"),
         ({"swiglu_alpha": "2"}, r"swiglu_alpha \('2'\) must be a finite number above 0"),
     ],

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from coterie_experts import ExpertsConfig, GroupedExperts, grouped_experts
+from coterie_experts import ExpertsConfig, GroupedExperts, grouped_experts, order_by_expert, rows_from_tokens
 from torch import Tensor
 
 
@@ -100,3 +100,22 @@ def test_reference_refuses_mixed_derivatives_of_rows_of_weight_zero(wanted: str)
     (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     grad.square().sum().backward()
     assert not x.grad.isnan().any()
+
+
+# Of torch itself, which loads formulas of forward mode with it.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
+def test_forward_mode_of_a_weight_of_zero_is_that_of_the_backward_pass() -> None:
+    experts, x, ids, weights = layer_and_tokens("reference")
+    with torch.no_grad():
+        weights[1, 0] = 0
+    (grad,) = torch.autograd.grad(experts.forward_tokens(x, ids, weights).sum(), weights)
+
+    def function(weights: Tensor) -> Tensor:
+        return grouped_experts(rows, weights, order.offsets_e, experts.gate_up, experts.down, backend="reference").sum()
+
+    order = order_by_expert(ids, 3)
+    rows = rows_from_tokens(x.detach(), order)
+    row_weights = weights.detach().flatten()[order.slot_of_row_N]
+    jacobian = torch.func.jacfwd(function)(row_weights)
+    torch.testing.assert_close(jacobian[:9], grad.flatten()[order.slot_of_row_N][:9])
+    assert (row_weights[:9] == 0).any()

@@ -266,7 +266,39 @@ def test_weight_gradients_can_be_deferred(backend: str) -> None:
             assert torch.equal(one, other)
 
 
+def test_a_shared_expert_defers_to_main_grad_alone() -> None:
+    shared = SharedExpert(d_model=D, d_hidden=H, backend="torch")
+    shared.defer_weight_gradients = [].append
+    with pytest.raises(ValueError, match="a shared expert needs a main_grad of gate_up, down"):
+        shared(noise(3, D))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_comes_out_may_be_changed_in_place(backend: str) -> None:
+    """With deferral and without; the gradients are those of a sum that is not in place."""
+    config = ExpertsConfig(d_model=D, d_hidden=H, num_experts=2, backend=backend)
+    rows, offsets = noise(5, D).requires_grad_(), torch.tensor([2, 5], dtype=torch.int32)
+
+    def gradients(in_place: bool, defer: bool) -> list[Tensor]:
+        experts, later = GroupedExperts(config), []
+        experts.defer_weight_gradients = later.append if defer else None
+        y = experts(rows, torch.ones(5), offsets)
+        y = y.add_(1) if in_place else y + 1
+        rows.grad = None
+        y.square().sum().backward()
+        for add in later:
+            add()
+        return [rows.grad, experts.gate_up.grad, experts.down.grad]
+
+    plain = gradients(False, False)
+    for defer in (False, True):
+        assert all(torch.equal(one, other) for one, other in zip(plain, gradients(True, defer), strict=True))
+
+
 def test_latent_experts_refuse_what_does_not_fit() -> None:
+    for width in ("8", 2.5, None, True):
+        with pytest.raises(ValueError, match=r"d_latent \(.*\) must be a whole number"):
+            LatentExperts(ExpertsConfig(d_model=D, d_hidden=H, num_experts=E), d_latent=width)
     latent = LatentExperts(ExpertsConfig(d_model=D, d_hidden=H, num_experts=E), d_latent=L)
     ids, weights = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
     text = r"x must have shape \(\.\.\., 16\), but has \(3, 12\)\nx must be torch\.float32, .* but is torch\.float64"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from coterie_experts import ExpertsConfig, GroupedExperts, order_by_expert
-from coterie_experts.token_rows import sort_slots
+from coterie_experts.token_rows import rows_from_tokens, sort_slots, sum_over_choices
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -168,3 +168,14 @@ def test_ids_that_no_expert_has_are_not_routed_where_nobody_looks(num_experts: i
     slots, offsets = sort_slots(ids, num_experts)
     assert slots.tolist() == [1, 3, 0, 2, 4, 5]
     assert offsets.tolist() == [1] * (num_experts - 1) + [2]
+
+
+def test_an_order_of_other_tokens_is_refused() -> None:
+    order = order_by_expert(torch.tensor([[0], [1]]), 3)
+    for number in (1, 3):
+        with pytest.raises(ValueError, match=rf"tokens must have shape \(2, D\), .* not \({number}, 4\)"):
+            rows_from_tokens(torch.ones(number, 4), order)
+        with pytest.raises(ValueError, match=rf"rows must have shape \(2, D\), .* not \({number}, 4\)"):
+            sum_over_choices(torch.ones(number, 4), order)
+    with pytest.raises(ValueError, match=r"num_experts \(0\) must be from 1 to 2147483647"):
+        order_by_expert(torch.tensor([[0]]), 0)

@@ -57,6 +57,9 @@ class ExpertsConfig:
                 found.append(f"{name} ({size!r}) must be a whole number")
             elif size < 1:
                 found.append(f"{name} ({size}) must be at least 1")
+        bias: Any = self.bias
+        if not isinstance(bias, bool):
+            found.append(f"bias ({bias!r}) must be true or false")
         if self.backend not in BACKENDS:
             found.append(f"backend ({self.backend!r}) must be one of {', '.join(BACKENDS)}")
         return found + self.activation_function.problems()

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from numbers import Integral
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,7 +62,11 @@ class LatentExperts(nn.Module):
     ) -> None:
         super().__init__()
         problems = config.problems()
-        if config.d_model >= 1 and not 1 <= d_latent <= config.d_model:
+        # What a caller gave, whatever its annotation says.
+        given: Any = d_latent
+        if isinstance(given, bool) or not isinstance(given, Integral):
+            problems.append(f"d_latent ({given!r}) must be a whole number")
+        elif not problems and not 1 <= d_latent <= config.d_model:
             problems.append(f"d_latent ({d_latent}) must be 1 to d_model ({config.d_model})")
         if problems:
             raise ValueError("\n".join(problems))

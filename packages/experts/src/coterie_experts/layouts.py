@@ -60,9 +60,12 @@ def per_expert_views(
         names: of gate, up and down.
 
     Raises:
-        ValueError: the shapes of ``up`` and ``down`` differ from the above, as where ``gated`` is wrong.
+        ValueError: the shapes of ``up`` and ``down`` differ from the above, as where ``gated`` is wrong; two names are
+            alike.
     """
     _check_gated(up, down, gated)
+    if len(names) != 3 or len(set(names)) != 3:
+        raise ValueError(f"names ({names!r}) must be three different ones: of gate, up and down")
     views = {}
     gate_name, up_name, down_name = names
     pairs = zip(up.detach().unbind(), down.detach().unbind(), strict=True)
@@ -160,6 +163,11 @@ def _raise_differences(
         f"{name} must have shape {shape} but has {tuple(tensors[name].shape)}"
         for name, shape in shapes.items()
         if name in tensors and tuple(tensors[name].shape) != shape
+    ]
+    problems += [
+        f"{name} is {tensor.dtype} on {tensor.device}: it has no real numbers to load"
+        for name, tensor in tensors.items()
+        if tensor.is_meta or tensor.is_complex()
     ]
     if problems:
         raise ValueError("\n".join(problems))

@@ -106,10 +106,21 @@ class SharedExpert(nn.Module):
         """Return down(act(up(x))) of every token, (..., D) in and out.
 
         Raises:
-            ValueError: the last size is not D, or the dtype or the device is not that of the parameters.
+            ValueError: the last size is not D, the dtype or the device is not that of the parameters, or a gradient
+                is to be deferred that has no ``main_grad``.
         """
         if x_TD.dim() < 1 or x_TD.shape[-1] != self.config.d_model:
             raise ValueError(f"x must have shape (..., {self.config.d_model}), but has {tuple(x_TD.shape)}")
+        if self.defer_weight_gradients is not None:
+            without = [
+                name
+                for name, one in self.named_parameters()
+                if one.requires_grad and getattr(one, "main_grad", None) is None
+            ]
+            if without:
+                raise ValueError(
+                    f"to defer its weight gradients a shared expert needs a main_grad of {', '.join(without)}"
+                )
         rows_RD = x_TD.reshape(-1, self.config.d_model)
         weight_dtype = torch.float64 if rows_RD.dtype == torch.float64 else torch.float32
         y_RD = grouped_experts(

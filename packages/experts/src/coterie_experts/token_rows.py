@@ -39,6 +39,8 @@ def sort_slots(ids_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 def id_problems(ids_TK: Tensor, num_experts: int) -> list[str]:
     """Return what is wrong with ids; their values are read on the CPU alone, where that costs no synchronisation."""
+    if not 1 <= num_experts < 2**31:
+        return [f"num_experts ({num_experts}) must be from 1 to {2**31 - 1}"]
     if ids_TK.dtype != torch.int64:
         return [f"ids must be torch.int64, but are {ids_TK.dtype}"]
     if ids_TK.dim() != 2:
@@ -66,7 +68,12 @@ def order_by_expert(ids_TK: Tensor, num_experts: int) -> TokenOrder:
 
 
 def rows_from_tokens(x_TD: Tensor, order: TokenOrder) -> Tensor:
-    """Copy each token to the rows of its K choices; the gradient of a token is their sum in the order of k."""
+    """Copy each token to the rows of its K choices; the gradient of a token is their sum in the order of k.
+
+    Raises:
+        ValueError: there are not as many tokens as the order has.
+    """
+    _check_number("tokens", x_TD, order.row_of_slot_TK.shape[0])
     rows_ND: Tensor = _RowsFromTokens.apply(x_TD, order.slot_of_row_N, order.row_of_slot_TK)
     return rows_ND
 
@@ -75,7 +82,11 @@ def sum_over_choices(rows_ND: Tensor, order: TokenOrder) -> Tensor:
     """Add the K rows of each token in the order of k, in float32 at least, and round once.
 
     A slot that is not routed adds its row too, which lies past the end: it has to be zero, as the experts leave it.
+
+    Raises:
+        ValueError: there are not as many rows as the order has.
     """
+    _check_number("rows", rows_ND, order.slot_of_row_N.shape[0])
     y_TD: Tensor = _SumOverChoices.apply(rows_ND, order.slot_of_row_N, order.row_of_slot_TK)
     return y_TD
 
@@ -101,6 +112,13 @@ class _SumOverChoices(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_y_TD: Tensor) -> tuple[Tensor, None, None]:
         return _RowsFromTokens.apply(grad_y_TD, *ctx.saved_tensors), None, None
+
+
+def _check_number(name: str, tensor: Tensor, number: int) -> None:
+    if tensor.dim() != 2 or tensor.shape[0] != number:
+        raise ValueError(
+            f"{name} must have shape ({number}, D), as their order has {number}, not {tuple(tensor.shape)}"
+        )
 
 
 def _gather(x_TD: Tensor, slot_of_row_N: Tensor, num_choices: int) -> Tensor:

@@ -281,7 +281,9 @@ def _shape_problem(
             "down_bias": (num_experts, d_model),
         }
         tensors = {"rows": rows_RD, "row_weights": row_weights_R, "offsets": offsets_e, "up": up, **biases}
-        if num_experts > 0 and all(tensor.shape == wanted[name] for name, tensor in tensors.items()):
+        if min(num_experts, d_model, d_hidden) > 0 and all(
+            tensor.shape == wanted[name] for name, tensor in tensors.items()
+        ):
             return None
     formulas = {"up_bias": f"up_bias (e, {up_width})", "down_bias": "down_bias (e, D)"}
     wanted_text = ", ".join(

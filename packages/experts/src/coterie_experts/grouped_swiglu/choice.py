@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from coterie_experts.activation import ACTIVATIONS
 from coterie_experts.config import BACKENDS
 from coterie_experts.grouped_swiglu import quack_native, specialised, te_native, torch_native, triton_native
 from coterie_experts.tables import TileTable, capability_of, recorded_backends, width_class
@@ -42,11 +43,13 @@ def choose_backend(
     the record of the package, and logs each choice once (logger ``coterie_experts``).
 
     Raises:
-        ValueError: the name or the dtype is unknown, the named back-end cannot run here, or the table is of another
+        ValueError: a name or the dtype is unknown, the named back-end cannot run here, or the table is of another
             GPU; the text says what to do.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend ({backend!r}) must be one of {', '.join(BACKENDS)}")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation ({activation!r}) must be one of {', '.join(ACTIVATIONS)}")
     if dtype not in _DTYPES:
         raise ValueError(f"dtype ({dtype}) must be one of {', '.join(map(str, _DTYPES))}")
     misfit = table.misfit(device, dtype) if table is not None and device.type == "cuda" else None

@@ -53,7 +53,7 @@ def weighted_rows(output: Callable[[Tensor, Tensor], Tensor], rows_RD: Tensor, w
     is_zero_R1 = (weights_R == 0)[:, None]
     # Selected, not multiplied: zero times NaN is NaN. The second selection keeps a NaN gradient out of `down`.
     y_RD = output(rows_RD.masked_fill(is_zero_R1, 0), weights_R).masked_fill(is_zero_R1, 0)
-    if not (torch.is_grad_enabled() and weights_R.requires_grad and is_zero_R1.any()):
+    if not is_zero_R1.any():
         return y_RD
     # A weight of zero still has a gradient: what the row would have given with weight one.
     with torch.no_grad():
@@ -61,10 +61,11 @@ def weighted_rows(output: Callable[[Tensor, Tensor], Tensor], rows_RD: Tensor, w
         is_used_R1 = is_zero_R1 & unit_RD.isfinite().all(dim=1, keepdim=True)
         unit_RD = unit_RD.masked_fill(~is_used_R1, 0)
     weights_R1 = torch.where(is_zero_R1, weights_R[:, None], 0)
-    weights_R1.register_hook(_finite_or_zero)  # type: ignore[no-untyped-call]
     y_RD = y_RD + (weights_R1 * unit_RD).to(y_RD.dtype)
-    # All gradients come by here: that of a row depends on its weight too.
-    y_RD.register_hook(_refuse_create_graph)  # type: ignore[no-untyped-call]
+    if weights_R1.requires_grad:
+        weights_R1.register_hook(_finite_or_zero)  # type: ignore[no-untyped-call]
+        # All gradients come by here: that of a row depends on its weight too.
+        y_RD.register_hook(_refuse_create_graph)  # type: ignore[no-untyped-call]
     return y_RD
 
 

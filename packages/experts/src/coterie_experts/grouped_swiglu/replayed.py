@@ -49,7 +49,8 @@ class _HandOver(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(up, down, up_bias, down_bias, rows_RD, weights_R, offsets_e)
         ctx.run, ctx.deferral = run, deferral
-        return y_RD.view_as(y_RD)
+        # Not a view of it, which could not be changed in place.
+        return y_RD.detach()
 
     @staticmethod
     def backward(ctx: Any, grad_y_RD: Tensor) -> tuple[Tensor | None, ...]:
