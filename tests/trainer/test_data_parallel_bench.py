@@ -1,12 +1,16 @@
 """`coterie bench data-parallel`: the bytes are those of the formulas, and so are the counts of `StepWatch`."""
 
+import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from coterie_parallel import Axis
+from coterie_parallel.comparison import DispatchSizes
+from coterie_trainer.bench import add_bench
 from coterie_trainer.cli import main
 from coterie_trainer.data_parallel_bench import DataParallelSizes, _report, predicted_bytes, ways
 from coterie_trainer.step_watch import StepWatch
@@ -83,6 +87,22 @@ def test_sizes_that_cannot_be_are_refused(capsys: pytest.CaptureFixture[str]) ->
     assert "at least 2" in capsys.readouterr().err
     assert DataParallelSizes(top_k=200).problems(4) != []
     assert DataParallelSizes(num_tokens=300).sequence_length == 100
+
+
+def test_the_command_has_the_defaults_of_the_sizes() -> None:
+    """It writes them a second time, since it shows its help without loading torch."""
+    parser = argparse.ArgumentParser()
+    add_bench(parser)
+    options = vars(parser.parse_args(["data-parallel"]))
+    names = {"experts": "num_experts", "hidden": "expert_hidden", "layers": "num_layers", "tokens": "num_tokens"}
+    expected = {names.get(name, name): value for name, value in options.items()}
+    for name, value in asdict(DataParallelSizes()).items():
+        assert name == "vocab_size" or expected[name] == value, name
+    options = vars(parser.parse_args(["dispatch"]))
+    names = {"experts": "num_experts", "tokens": "num_tokens", "shared": "shared_hidden"}
+    expected = {names.get(name, name): value for name, value in options.items()}
+    for name, value in asdict(DispatchSizes()).items():
+        assert expected[name] == value, name
 
 
 def test_live_bytes_follow_storages() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from coterie_experts.config import ExpertsConfig
 from coterie_experts.deferred import Defer
-from coterie_experts.grouped_swiglu import GIVE_MEMORY, without_autocast
+from coterie_experts.grouped_swiglu import misfits, without_autocast
 from coterie_experts.initialisation import init_latent_experts
 from coterie_experts.main_grad import into_main_grad
 from coterie_experts.module import GroupedExperts
@@ -153,11 +153,7 @@ def _linear(x: Tensor, weight_NM: Tensor, name: str) -> Tensor:
     found = []
     if x.dim() < 1 or x.shape[-1] != width:
         found.append(f"{name} must have shape (..., {width}), but has {tuple(x.shape)}")
-    if x.dtype != weight_NM.dtype:
-        found.append(f"{name} must be {weight_NM.dtype}, as the parameters are, but is {x.dtype}")
-    if x.device != weight_NM.device:
-        advice = GIVE_MEMORY if weight_NM.is_meta else "move it there"
-        found.append(f"{name} is on {x.device} but the parameters are on {weight_NM.device}; {advice}")
+    found += misfits(name, x, weight_NM)
     if found:
         raise ValueError("\n".join(found))
     # In the dtype of the parameters, as the experts.

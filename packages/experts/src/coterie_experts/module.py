@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from coterie_experts.config import ExpertsConfig
 from coterie_experts.deferred import Defer
 from coterie_experts.grouped_swiglu import (
-    GIVE_MEMORY,
     BackendChoice,
     choose_backend,
     experts_of_tokens,
     grouped_experts,
+    misfits,
 )
 from coterie_experts.initialisation import init_experts
 from coterie_experts.tables import load_table
@@ -244,15 +244,10 @@ class GroupedExperts(nn.Module):
             found.append(f"ids are on {ids_TK.device} but x is on {x_TD.device}; move them there")
         if ids_TK.dim() == 2:
             found += id_problems(ids_TK, self.config.num_experts)
-        dtype, device = self.down.dtype, self.down.device
-        weight_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-        if x_TD.dtype != dtype:
-            found.append(f"x must be {dtype}, as the parameters are, but is {x_TD.dtype}")
+        found += misfits("x", x_TD, self.down)
+        weight_dtype = torch.float64 if self.down.dtype == torch.float64 else torch.float32
         if weights_TK.dtype != weight_dtype:
-            found.append(f"weights must be {weight_dtype} where x is {dtype}, but are {weights_TK.dtype}")
-        if x_TD.device != device:
-            advice = GIVE_MEMORY if device.type == "meta" else "move it there"
-            found.append(f"x is on {x_TD.device} but the parameters are on {device}; {advice}")
+            found.append(f"weights must be {weight_dtype} where x is {self.down.dtype}, but are {weights_TK.dtype}")
         if weights_TK.device != x_TD.device:
             found.append(f"weights are on {weights_TK.device} but x is on {x_TD.device}; move them there")
         return found

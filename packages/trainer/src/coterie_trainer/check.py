@@ -57,7 +57,7 @@ def report(config: Config, world: int) -> str:
         memory_lines = _memory_lines(config, spec, plan, parts[most], memories[most])
         message_lines = _message_lines(config, spec, plan, parts[most], memories[most])
         if config.optimizer.gradient_sharding:
-            # Of a small model it saves nothing: its own buffers are as large.
+            # Its own buffers take memory too, and of a small model more than it saves.
             whole = replace(config, optimizer=replace(config.optimizer, gradient_sharding=False))
             memory = _memory(whole, spec, plan, stages, parts[most])
             size = _size(_total(whole, spec, plan, parts[most], memory))

@@ -22,18 +22,18 @@ from coterie_experts.main_grad import into_main_grad, split_main_grad
 from coterie_experts.tables import TileTable
 
 __all__ = [
-    "GIVE_MEMORY",
     "BackendChoice",
     "choose_backend",
     "experts_of_tokens",
     "grouped_experts",
     "grouped_swiglu",
+    "misfits",
     "without_autocast",
 ]
 
 _SWIGLU = Activation()
 # What to do about parameters on meta.
-GIVE_MEMORY = "give the module memory (to_empty(device=...)) and numbers (init_experts, or what was saved)"
+_GIVE_MEMORY = "give the module memory (to_empty(device=...)) and numbers (init_experts, or what was saved)"
 
 
 def grouped_swiglu(
@@ -204,6 +204,17 @@ def experts_of_tokens(
     )
 
 
+def misfits(name: str, tensor: Tensor, parameter: Tensor) -> list[str]:
+    """Return how dtype and device of a module's input differ from those of its parameters."""
+    found = []
+    if tensor.dtype != parameter.dtype:
+        found.append(f"{name} must be {parameter.dtype}, as the parameters are, but is {tensor.dtype}")
+    if tensor.device != parameter.device:
+        advice = _GIVE_MEMORY if parameter.is_meta else "move it there"
+        found.append(f"{name} is on {tensor.device} but the parameters are on {parameter.device}; {advice}")
+    return found
+
+
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Return a context in which autocast does nothing: experts compute in the dtype of their parameters."""
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
@@ -253,7 +264,7 @@ def _tensor_problems(rows: Tensor, others: dict[str, Tensor]) -> list[str]:
         if tensor.dtype != dtype:
             found.append(f"{name} must be {dtype} when the rows are {rows.dtype}, but is {tensor.dtype}")
         if tensor.device != rows.device:
-            advice = GIVE_MEMORY if tensor.is_meta and name not in dtypes else "move it there"
+            advice = _GIVE_MEMORY if tensor.is_meta and name not in dtypes else "move it there"
             found.append(f"{name} is on {tensor.device} but the rows are on {rows.device}; {advice}")
     return found
 
