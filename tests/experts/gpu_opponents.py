@@ -2,8 +2,8 @@
 
 For each size forward and backward of all contenders, one call of each in turn, round after round: medians, and medians
 of the ratio of two calls of one round. Before that the outputs and gradients of each are held to ours up to rounding.
-DIR is a folder (it may be given several times) with SonicMoE and what it needs, or Liger; contenders that are not
-there are left out, and the file says why. Then ours alone with 8, 32 and 128 experts, one call of each in turn. Floors
+DIR is a folder (it may be given several times) with SonicMoE and what it needs, or Liger; quack-kernels 0.6 wants it to
+be called `site-packages`. Contenders that are not there are left out, and the file says why. Then ours alone with 8, 32 and 128 experts, one call of each in turn. Floors
 are in `speed-1xh200.toml`; `--json FILE` writes the measurement.
 
 - `plain`: sort, gather, two `F.grouped_mm`, `index_add`; `compiled`: `torch.compile` of it, static shapes.
@@ -181,8 +181,9 @@ def in_turn(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, li
 def differences(name: str, one: tuple[Tensor, ...], ours: tuple[Tensor, ...]) -> list[str]:
     """Return what of a contender is not what we have, up to rounding."""
     found = []
-    for label, got, expected in zip(NAMES, one, ours, strict=True):
-        error = float((got.detach().float() - expected.float()).norm() / expected.float().norm())
+    for label, got, expected in zip(NAMES, (t.detach().float() for t in one), ours, strict=True):
+        right = expected.detach().float()
+        error = float((got - right).norm() / right.norm())
         if not error <= ROUNDING:
             found.append(f"{name}: {label} differs from ours by {error:.2e}, where {ROUNDING:.2e} is rounding")
     return found

@@ -185,8 +185,15 @@ def test_candidates_begin_with_the_built_in_tile() -> None:
     ("values", "text"),
     [
         ("", "JSONDecodeError"),
-        ('{"capability": "9.0"}', "TypeError"),
-        ('{"capability": "9.0", "dtype": "bfloat16", "speed": 1}', "TypeError"),
+        ("[]", "is not an object with capability, dtype"),
+        ('{"capability": "9.0"}', "dtype is missing: a string such as"),
+        ('{"capability": 9, "dtype": "bf16"}', "capability .9. must be a string such as"),
+        ('{"capability": "9.0", "dtype": "bfloat16", "speed": 1}', "'speed' is not one of capability"),
+        ('{"capability": "9.0", "dtype": "bf16", "backends": {"wide-small": "torch"}}', "must be an object of lists"),
+        (
+            '{"capability": "9.0", "dtype": "bf16", "tiles": {"wide-small-few": {"up": 4}}}',
+            "must be an object of objects",
+        ),
         ('{"capability": "9.0", "dtype": "bf16", "backends": {"wide-small": ["cuda"]}}', "'cuda' is not one of triton"),
         (
             '{"capability": "9.0", "dtype": "bf16", "tiles": {"wide-small-few": {"left": {}}}}',

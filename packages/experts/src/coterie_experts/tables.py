@@ -5,8 +5,9 @@ reads where its config names it (``ExpertsConfig.tiles``).
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -124,13 +125,49 @@ def load_table(path: str | Path) -> TileTable:
     """
     try:
         values: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"tiles file {path}: {type(error).__name__}: {error}") from error
+    problems = _form_problems(values)
+    if not problems:
         table = TileTable(**{**values, "backends": {k: tuple(v) for k, v in values.get("backends", {}).items()}})
         problems = table.problems()
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, TypeError, AttributeError) as error:
-        problems = [f"{type(error).__name__}: {error}"]
     if problems:
         raise ValueError("\n".join(f"tiles file {path}: {problem}" for problem in problems))
     return table
+
+
+def _form_problems(values: Any) -> list[str]:
+    """Return what is wrong with the form of what a file holds, as sentences."""
+    if not isinstance(values, dict):
+        return [f"{values!r:.80} is not an object with {', '.join(_FORMS)}"]
+    found = [f"{name!r} is not one of {', '.join(_FORMS)}" for name in values if name not in _FORMS]
+    for name, (form, has_form) in _FORMS.items():
+        if name not in values:
+            found += [f"{name} is missing: {form}"] if name in ("capability", "dtype") else []
+        elif not has_form(values[name]):
+            found.append(f"{name} ({values[name]!r:.80}) must be {form}")
+    return found
+
+
+def _is_string(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_list_of_strings(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_string, value))
+
+
+def _is_object(value: Any, of: Callable[[Any], bool] = lambda value: True) -> bool:
+    return isinstance(value, dict) and all(map(of, value.values()))
+
+
+_FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "capability": ('a string such as "9.0"', _is_string),
+    "dtype": ('a string such as "bfloat16"', _is_string),
+    "device": ("a string", _is_string),
+    "backends": ("an object of lists of names", partial(_is_object, of=_is_list_of_strings)),
+    "tiles": ("an object of objects of objects", partial(_is_object, of=partial(_is_object, of=_is_object))),
+}
 
 
 def _fault(kernel: str, key: str, value: int | bool) -> str | None:

@@ -1,6 +1,6 @@
 """Experts on the CuTe DSL kernels of ``quack-kernels`` (extra ``quack``): all six products, no host synchronisation.
 
-quack (github.com/Dao-AILab/quack, 0.4) has grouped products with the gather, SwiGLU and its gradient inside. Sorting,
+quack (github.com/Dao-AILab/quack, 0.4 to 0.6) has grouped products with the gather, SwiGLU and its gradient inside. Sorting,
 the sum over the choices of a token and the clearing of rows that do not count are our own Triton kernels. What is kept
 for the backward pass: x as it came, the pre-activation (R, 2H) with gate and up columns in turn, and indices. Both
 packages are imported when a kernel is first asked for, and quack compiles each kernel on its first call.
