@@ -1,8 +1,9 @@
 """A stand-in for `quack.gemm_interface` on CPU tensors in float32: the calls that we make, with what they leave undone.
 
-Signatures as in quack-kernels 0.4.1 and 0.6.5, of which these arguments are used. Like the kernels it writes no row past the last
-offset and no product of an empty group, adds up the columns of a tile before the tiles, has gate and up columns of the
-pre-activation in turn, and refuses what the compiled kernels refuse: strides, dtypes, and an index past the rows.
+Signatures as in quack-kernels 0.4.1 and 0.6.5, of which these arguments are used. Like the kernels it writes no row
+past the last offset and no product of an empty group, adds up the columns of a tile before the tiles, has gate and up
+columns of the pre-activation in turn, and refuses what the compiled kernels refuse: strides, dtypes, and an index past
+the rows.
 """
 
 import sys

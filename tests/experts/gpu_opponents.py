@@ -3,8 +3,8 @@
 For each size forward and backward of all contenders, one call of each in turn, round after round: medians, and medians
 of the ratio of two calls of one round. Before that the outputs and gradients of each are held to ours up to rounding.
 DIR is a folder (it may be given several times) with SonicMoE and what it needs, or Liger; quack-kernels 0.6 wants it to
-be called `site-packages`. Contenders that are not there are left out, and the file says why. Then ours alone with 8, 32 and 128 experts, one call of each in turn. Floors
-are in `speed-1xh200.toml`; `--json FILE` writes the measurement.
+be called `site-packages`. Contenders that are not there are left out, and the file says why. Then ours alone with 8, 32
+and 128 experts, one call of each in turn. Floors are in `speed-1xh200.toml`; `--json FILE` writes the measurement.
 
 - `plain`: sort, gather, two `F.grouped_mm`, `index_add`; `compiled`: `torch.compile` of it, static shapes.
 - `sonic`: SonicMoE with its default tiles (`tuned=False`), for given ids; its sum over choices tunes among 9 of its

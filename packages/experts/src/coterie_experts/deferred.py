@@ -64,7 +64,7 @@ class _AddWeightGradients:
                 "gradients had been computed from them"
             )
         del inputs
-        with torch.no_grad():
+        with torch.no_grad(), torch.cuda.device_of(parameters[0]):  # type: ignore[no-untyped-call]  # where Triton launches
             gradients = compute()
             # What it kept is free before anything is allocated for the sums.
             del compute
@@ -79,7 +79,7 @@ def deferral_of(defer: Defer | None, **parameters: Tensor | None) -> Deferral | 
     Raises:
         ValueError: a parameter has neither a ``main_grad`` nor, not being a leaf, a ``grad``; or a wrong ``main_grad``.
     """
-    if defer is None:
+    if defer is None or not torch.is_grad_enabled():
         return None
     for name, parameter in parameters.items():
         if parameter is None or check_main_grad(parameter) is not None:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coterie_experts.once import refuse_second_derivative
+from coterie_experts.once import captured_inputs, refuse_second_derivative
 
 __all__ = ["add_gradient", "check_main_grad", "into_main_grad", "kernel_main_grad", "split_main_grad"]
 
@@ -89,7 +89,9 @@ class _IntoMainGrad(torch.autograd.Function):
         return parameter.view_as(parameter)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         refuse_second_derivative(grad)
+        if captured_inputs(ctx)[0]:
+            return grad, None
         ctx.main_grad.add_(grad)
         return None, None

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["graph_is_kept", "needed_inputs", "refuse_create_graph", "refuse_second_derivative"]
+__all__ = ["captured_inputs", "graph_is_kept", "needed_inputs", "refuse_create_graph", "refuse_second_derivative"]
 
 
 def refuse_create_graph() -> None:
@@ -42,18 +42,33 @@ def needed_inputs(ctx: Any) -> tuple[bool, ...]:
     ``autograd.grad``, is to leave the others as they are, their ``main_grad`` too.
     """
     nodes = (node for node, _ in ctx.next_functions if node is not None)
-    return tuple(wants and _is_reached(next(nodes)) for wants in ctx.needs_input_grad)
+    return tuple(wants and (_is_captured(node := next(nodes)) or _is_executed(node)) for wants in ctx.needs_input_grad)
 
 
-def _is_reached(node: Any) -> bool:
-    is_reached = getattr(torch._C, "_will_engine_execute_node", None)
-    if is_reached is None:
-        return True
+def captured_inputs(ctx: Any) -> tuple[bool, ...]:
+    """Say of each input whether it is, or is a view of, a leaf that ``autograd.grad`` was given.
+
+    Its gradient is to be returned, and added nowhere.
+    """
+    nodes = (node for node, _ in ctx.next_functions if node is not None)
+    return tuple(wants and _is_captured(next(nodes)) for wants in ctx.needs_input_grad)
+
+
+def _is_captured(node: Any) -> bool:
+    if len(node.next_functions) == 1:
+        node = node.next_functions[0][0]
+    if node is None or node.next_functions:
+        return False
     try:
-        return bool(is_reached(node))
+        _is_executed(node)
     except RuntimeError:
-        # What torch says of a leaf that ``autograd.grad`` was given.
+        # What torch says of such a leaf, and of no other node.
         return True
+    return False
+
+
+def _is_executed(node: Any) -> bool:
+    return bool(torch._C._will_engine_execute_node(node))
 
 
 def graph_is_kept() -> bool:

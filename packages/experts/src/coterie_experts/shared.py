@@ -111,7 +111,7 @@ class SharedExpert(nn.Module):
         """
         if x_TD.dim() < 1 or x_TD.shape[-1] != self.config.d_model:
             raise ValueError(f"x must have shape (..., {self.config.d_model}), but has {tuple(x_TD.shape)}")
-        if self.defer_weight_gradients is not None:
+        if self.defer_weight_gradients is not None and torch.is_grad_enabled():
             without = [
                 name
                 for name, one in self.named_parameters()

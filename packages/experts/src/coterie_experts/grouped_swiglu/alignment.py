@@ -1,8 +1,9 @@
-"""What the widths of an expert must be for kernels that load 16 bytes at a time."""
+"""What kernels that load 16 bytes at a time ask of widths and of memory."""
 
 import torch
+from torch import Tensor
 
-__all__ = ["width_obstacle"]
+__all__ = ["whole", "width_obstacle"]
 
 
 def width_obstacle(*, d_model: int, d_hidden: int, dtype: torch.dtype) -> str | None:
@@ -12,3 +13,17 @@ def width_obstacle(*, d_model: int, d_hidden: int, dtype: torch.dtype) -> str | 
     if wrong:
         return f"{' and '.join(wrong)} must be a multiple of {multiple} for {dtype} (rows of 16 bytes)"
     return None
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return it, or a copy, without gaps and beginning at a multiple of 16 bytes.
+
+    Of a size of 1 too the stride is what it would be: ``is_contiguous`` lets any pass, and ``F.grouped_mm`` does not.
+    """
+    strides, stride = [], 1
+    for size in reversed(tensor.shape):
+        strides.append(stride)
+        stride *= max(size, 1)
+    if tensor.stride() == tuple(reversed(strides)) and tensor.data_ptr() % 16 == 0:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)

@@ -1,9 +1,9 @@
 """Experts on the CuTe DSL kernels of ``quack-kernels`` (extra ``quack``): all six products, no host synchronisation.
 
-quack (github.com/Dao-AILab/quack, 0.4 to 0.6) has grouped products with the gather, SwiGLU and its gradient inside. Sorting,
-the sum over the choices of a token and the clearing of rows that do not count are our own Triton kernels. What is kept
-for the backward pass: x as it came, the pre-activation (R, 2H) with gate and up columns in turn, and indices. Both
-packages are imported when a kernel is first asked for, and quack compiles each kernel on its first call.
+quack (github.com/Dao-AILab/quack, 0.4 to 0.6) has grouped products with the gather, SwiGLU and its gradient inside.
+Sorting, the sum over the choices of a token and the clearing of rows that do not count are our own Triton kernels. What
+is kept for the backward pass: x as it came, the pre-activation (R, 2H) with gate and up columns in turn, and indices.
+Both packages are imported when a kernel is first asked for, and quack compiles each kernel on its first call.
 """
 
 # mypy: disable-error-code="import-not-found"
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coterie_experts.deferred import Deferral, Gradients
-from coterie_experts.grouped_swiglu.alignment import width_obstacle
+from coterie_experts.grouped_swiglu.alignment import whole, width_obstacle
 from coterie_experts.once import needed_inputs, refuse_create_graph
 from coterie_experts.token_rows import order_by_expert
 
@@ -64,7 +64,9 @@ def grouped_swiglu(
 ) -> Tensor:
     """Run rows in expert order; see ``coterie_experts.grouped_swiglu`` for the contract. Can be differentiated once."""
     source_R = torch.arange(rows_RD.shape[0], dtype=torch.int32, device=rows_RD.device)
-    y_RD: Tensor = _QuackSwiGLU.apply(rows_RD, row_weights_R, gate_up, down, offsets_e, source_R, None, None, deferral)
+    inputs = rows_RD, row_weights_R, gate_up, down, offsets_e, source_R, None, None
+    with torch.cuda.device_of(rows_RD):  # type: ignore[no-untyped-call]  # where kernels are launched
+        y_RD: Tensor = _QuackSwiGLU.apply(*inputs, deferral)
     return y_RD
 
 
@@ -80,17 +82,9 @@ def swiglu_of_tokens(
     """Send tokens through the experts they chose and sum; equals rows in expert order and a sum by k, bit for bit."""
     order = order_by_expert(ids_TK, down.shape[0])
     source_R = (order.slot_of_row_N // ids_TK.shape[1]).to(torch.int32)
-    y_TD: Tensor = _QuackSwiGLU.apply(
-        x_TD,
-        weights_TK,
-        gate_up,
-        down,
-        order.offsets_e,
-        source_R,
-        order.slot_of_row_N,
-        order.row_of_slot_TK.int(),
-        deferral,
-    )
+    slots = order.slot_of_row_N, order.row_of_slot_TK.int()
+    with torch.cuda.device_of(x_TD):  # type: ignore[no-untyped-call]  # where kernels are launched
+        y_TD: Tensor = _QuackSwiGLU.apply(x_TD, weights_TK, gate_up, down, order.offsets_e, source_R, *slots, deferral)
     return y_TD
 
 
@@ -112,7 +106,7 @@ class _QuackSwiGLU(torch.autograd.Function):
     ) -> Tensor:
         from quack.gemm_interface import gemm, gemm_gated
 
-        x_SD, gate_up, down = x_SD.contiguous(), gate_up.contiguous(), down.contiguous()
+        x_SD, gate_up, down = whole(x_SD), whole(gate_up), whole(down)
         weights_R = (
             weights.flatten().contiguous()
             if slot_of_row_N is None
@@ -155,7 +149,7 @@ class _QuackSwiGLU(torch.autograd.Function):
             return torch.zeros_like(x_SD), zeros, *grads, None, None, None, None, None
         from quack.gemm_interface import gemm, gemm_dgated
 
-        grad_y_SD = grad_y_SD.contiguous()
+        grad_y_SD = whole(grad_y_SD)
         is_zero_R = weights_R == 0
         grad_pre_R2H, activation_RH, dots_R = gemm_dgated(
             grad_y_SD,

@@ -10,6 +10,7 @@ It multiplies float32 in TF32 whatever torch is set to (``cublaslt_gemm.cu``), s
 
 import functools
 import importlib.util
+import threading
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from coterie_experts.grouped_swiglu.alignment import width_obstacle
 from coterie_experts.once import refuse_second_derivative
 
 __all__ = ["grouped_experts", "obstacle"]
+
+# A layer is every thread's, and takes its weights from one of them for as long as it runs.
+_LOCK = threading.Lock()
 
 
 def obstacle(
@@ -68,7 +72,8 @@ def grouped_experts(
         hidden_RH = activation.forward(pre_RP.to(weights_R.dtype)) * weights_R[:, None]
         return _linear(hidden_RH.to(x_RD.dtype), down, counts)
 
-    y_RD = reference.weighted_rows(output, rows_RD[: ends[-1]], row_weights_R[: ends[-1]])
+    with torch.cuda.device_of(rows_RD):  # type: ignore[no-untyped-call]  # where its kernels are launched
+        y_RD = reference.weighted_rows(output, rows_RD[: ends[-1]], row_weights_R[: ends[-1]])
     return torch.cat((y_RD, rows_RD.new_zeros(rows_RD.shape[0] - ends[-1], rows_RD.shape[1])))
 
 
@@ -76,7 +81,8 @@ def _linear(x_RI: Tensor, weights_eOI: Tensor, counts: list[int]) -> Tensor:
     busy = [(weight, count) for weight, count in zip(weights_eOI.unbind(), counts, strict=True) if count > 0]
     layer = _grouped_linear(len(busy), weights_eOI.shape[2], weights_eOI.shape[1], weights_eOI.dtype)
     stand_ins = {f"weight{number}": weight for number, (weight, _) in enumerate(busy)}
-    y_RO = torch.func.functional_call(layer, stand_ins, (x_RI, [count for _, count in busy]))
+    with _LOCK:
+        y_RO = torch.func.functional_call(layer, stand_ins, (x_RI, [count for _, count in busy]))
     same_RO: Tensor = _Once.apply(y_RO, x_RI, weights_eOI)
     return same_RO
 

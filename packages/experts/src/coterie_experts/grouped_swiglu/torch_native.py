@@ -1,7 +1,8 @@
 """Experts on ``torch.nn.functional.grouped_mm``: grouped products, no host synchronisation on a GPU.
 
-What ``grouped_mm`` needs (torch 2.14.1, CPU): float32, bfloat16 or float16; int32 offsets; the slow stride of each
-operand a multiple of 16 bytes; no expanded strides (a gradient of ``sum()`` has them). It gives: a weight gradient of
+What ``grouped_mm`` needs (torch 2.14.1): float32, bfloat16 or float16 on a CPU, bfloat16 on a GPU; int32 offsets;
+operands that begin at a multiple of 16 bytes, their slow strides such multiples too, without gaps between experts; no
+expanded strides (a gradient of ``sum()`` has them). It gives: a weight gradient of
 an empty group that is zero; rows past the last offset are not read, and their output is memory that nobody wrote.
 """
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from coterie_experts.activation import Activation
 from coterie_experts.deferred import Deferral, Gradients
-from coterie_experts.grouped_swiglu.alignment import width_obstacle
+from coterie_experts.grouped_swiglu.alignment import whole, width_obstacle
 from coterie_experts.once import needed_inputs, refuse_create_graph
 
 __all__ = ["grouped_experts", "obstacle"]
@@ -72,7 +73,7 @@ class _GroupedExperts(torch.autograd.Function):
         activation: Activation,
         deferral: Deferral | None,
     ) -> Tensor:
-        rows_RD = _row_major(rows_RD)
+        rows_RD, up, down = whole(rows_RD), whole(up), whole(down)
         product_RP = F.grouped_mm(rows_RD, up.mT, offs=offsets_e)
         activation_RH, _ = activation.forward_and_kept(_add_bias(_in_float32(product_RP), up_bias, offsets_e))
         activation_RH.mul_(weights_R[:, None])
@@ -93,7 +94,7 @@ class _GroupedExperts(torch.autograd.Function):
         needs_up, needs_down, needs_up_bias, _ = needs
         zero_weight_R = _zero_weight_rows(weights_R)
         past_end_R = _rows_past_the_end(rows_RD, offsets_e)
-        grad_y_RD = _row_major(grad_y_RD)
+        grad_y_RD = whole(grad_y_RD)
 
         pre_RP = _add_bias(_in_float32(product_RP), up_bias, offsets_e)
         activation_RH, kept_RH = ctx.activation.forward_and_kept(pre_RP)
@@ -217,13 +218,6 @@ def _clear_rows(tensor: Tensor, mask: Tensor | None) -> None:
 
 def _without_rows(tensor_RD: Tensor, mask_R: Tensor | None) -> Tensor:
     return tensor_RD if mask_R is None else tensor_RD.masked_fill(mask_R[:, None], 0)
-
-
-def _row_major(tensor_RD: Tensor) -> Tensor:
-    # `contiguous` lets a stride of zero pass where there are no rows or one; grouped_mm does not.
-    if tensor_RD.stride() == (tensor_RD.shape[1], 1):
-        return tensor_RD
-    return tensor_RD.clone(memory_format=torch.contiguous_format)
 
 
 def _in_float32(tensor: Tensor) -> Tensor:

@@ -126,13 +126,15 @@ def _pad_rows(
     tile = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
     known = experts < num_experts
-    ends = tl.load(offsets_ptr + experts, mask=known, other=0)
-    begins = tl.load(offsets_ptr + experts - 1, mask=known & (experts > 0), other=0)
-    counts = tl.where(known, ends - begins, 0)
+    # Offsets that do not fit give wrong rows; on a GPU nobody looks at them before. They give no other address.
+    ends = tl.minimum(tl.load(offsets_ptr + experts, mask=known, other=0), num_slots)
+    begins = tl.minimum(tl.load(offsets_ptr + experts - 1, mask=known & (experts > 0), other=0), num_slots)
+    begins = tl.maximum(begins, 0)
+    counts = tl.where(known, tl.maximum(ends - begins, 0), 0)
     tiles = (counts + BLOCK - 1) // BLOCK
     last_tiles = tl.cumsum(tiles, 0)
     first_tiles = last_tiles - tiles
-    total = tl.sum(tiles, 0)
+    total = tl.minimum(tl.sum(tiles, 0), tl.num_programs(0))
 
     if tile == 0:
         tl.store(num_tiles_ptr, total)
@@ -143,7 +145,8 @@ def _pad_rows(
             place += ((count > counts) | ((count == counts) & (other < experts))).to(tl.int32)
         tl.store(segments_ptr + 3 * place, experts, mask=known)
         tl.store(segments_ptr + 3 * place + 1, first_tiles * BLOCK, mask=known)
-        tl.store(segments_ptr + 3 * place + 2, counts, mask=known)
+        laid_out = tl.maximum(total - first_tiles, 0) * BLOCK
+        tl.store(segments_ptr + 3 * place + 2, tl.minimum(counts, laid_out), mask=known)
 
     is_mine = (first_tiles <= tile) & (tile < last_tiles)
     begin = tl.sum(tl.where(is_mine, begins, 0), 0)

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from coterie_experts.activation import Activation
 from coterie_experts.deferred import Deferral, Gradients
-from coterie_experts.grouped_swiglu.alignment import width_obstacle
+from coterie_experts.grouped_swiglu.alignment import whole, width_obstacle
 from coterie_experts.main_grad import kernel_main_grad
-from coterie_experts.once import graph_is_kept, needed_inputs, refuse_create_graph
+from coterie_experts.once import captured_inputs, graph_is_kept, needed_inputs, refuse_create_graph
 from coterie_experts.tables import TileTable
 from coterie_experts.token_rows import sort_slots
 
@@ -80,7 +80,8 @@ def grouped_experts(
     deferred. Can be differentiated once.
     """
     inputs = rows_RD, row_weights_R, up, down, up_bias, down_bias, offsets_e, None
-    y_RD: Tensor = _TritonExperts.apply(*inputs, activation, main_grads, deferral, table, ask_out, ask_grad_rows)
+    with torch.cuda.device_of(rows_RD):  # type: ignore[no-untyped-call]  # where Triton launches
+        y_RD: Tensor = _TritonExperts.apply(*inputs, activation, main_grads, deferral, table, ask_out, ask_grad_rows)
     return y_RD
 
 
@@ -101,7 +102,8 @@ def experts_of_tokens(
     """Send tokens through the experts they chose and sum; equals rows in expert order and a sum by k, bit for bit."""
     slots_N, offsets_e = sort_slots(ids_TK, up.shape[0])
     inputs = x_TD, weights_TK, up, down, up_bias, down_bias, offsets_e, slots_N
-    y_TD: Tensor = _TritonExperts.apply(*inputs, activation, main_grads, deferral, table, None, None)
+    with torch.cuda.device_of(x_TD):  # type: ignore[no-untyped-call]  # where Triton launches
+        y_TD: Tensor = _TritonExperts.apply(*inputs, activation, main_grads, deferral, table, None, None)
     return y_TD
 
 
@@ -130,7 +132,7 @@ class _TritonExperts(torch.autograd.Function):
         from coterie_experts.grouped_swiglu.triton_layout import pad_rows
         from coterie_experts.grouped_swiglu.triton_tiles import choose_tiles
 
-        x_SD, up, down = _row_major(x_SD), _whole(up), _whole(down)
+        x_SD, up, down = _row_major(x_SD), whole(up), whole(down)
         up_bias = None if up_bias is None else up_bias.contiguous()
         down_bias = None if down_bias is None else down_bias.contiguous()
         tiles = choose_tiles(
@@ -191,6 +193,8 @@ class _TritonExperts(torch.autograd.Function):
         x_SD, up, down, up_bias, down_bias, offsets_e, product_PU, *rest = ctx.saved_tensors
         layout = PaddedLayout.of(tuple(rest))
         needs_x, needs_weights, *needs = needed_inputs(ctx)[:6]
+        is_returned = captured_inputs(ctx)[2:6]
+        main_grads = [None if here else one for here, one in zip(is_returned, ctx.main_grads, strict=True)]
         tiles, deferral = ctx.tiles, ctx.deferral
         grad_y_SD = _row_major(grad_y_SD)
         launch.make_context_current(grad_y_SD.device)
@@ -230,7 +234,7 @@ class _TritonExperts(torch.autograd.Function):
             )
         else:
             grad_down, grad_down_bias = _gradients_of_down(
-                grad_y_SD, activation_PH, bias_sums_MD, layout, tiles, needs[1::2], ctx.main_grads[1::2]
+                grad_y_SD, activation_PH, bias_sums_MD, layout, tiles, needs[1::2], main_grads[1::2]
             )
         # Released before the next large tensor is asked for.
         del activation_PH
@@ -254,7 +258,7 @@ class _TritonExperts(torch.autograd.Function):
                 out_RD=_memory(ctx.ask_grad_rows, x_SD),
             )
         if deferral is None:
-            grad_up, grad_up_bias = _gradients_of_up(x_SD, grad_pre_PU, layout, tiles, needs[::2], ctx.main_grads[::2])
+            grad_up, grad_up_bias = _gradients_of_up(x_SD, grad_pre_PU, layout, tiles, needs[::2], main_grads[::2])
         return (grad_x_SD, grad_weights, grad_up, grad_down, grad_up_bias, grad_down_bias, *[None] * 8)
 
 
@@ -337,19 +341,13 @@ def _memory(ask: Ask, like_RD: Tensor) -> Tensor | None:
             f"{like_RD.device} and begin at a multiple of 16 bytes, but is {memory.dtype} of shape "
             f"{tuple(memory.shape)} and strides {memory.stride()} on {memory.device}"
         )
-    return memory
+    # Another object each time: the graph of a call hangs on the tensor that it returns.
+    return None if memory is None else memory.detach()
 
 
 def _row_major(tensor: Tensor) -> Tensor:
     # Rows of 16 bytes that begin at a multiple of 16 bytes: what wide loads need.
     is_wide = tensor.stride(0) * tensor.itemsize % 16 == 0 and tensor.data_ptr() % 16 == 0
     if tensor.stride(1) == 1 and tensor.stride(0) >= tensor.shape[1] and is_wide:
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    # What descriptors of TMA need.
-    if tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
         return tensor
     return tensor.clone(memory_format=torch.contiguous_format)

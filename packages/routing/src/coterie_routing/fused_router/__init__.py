@@ -116,7 +116,8 @@ def fused_route(
     options = Options(top_k=top_k, score_function=score_function, renormalize=renormalize, weight_scale=weight_scale)
     bias_E = None if selection_bias_E is None else selection_bias_E.detach().contiguous()
     mask_T = None if is_real_T is None else is_real_T.contiguous()
-    return FusedRouting(*FusedRoute.apply(x_TD, weight_ED, bias_E, mask_T, options))
+    with torch.cuda.device_of(x_TD):  # type: ignore[no-untyped-call]  # where Triton launches
+        return FusedRouting(*FusedRoute.apply(x_TD, weight_ED, bias_E, mask_T, options))
 
 
 def _problems(

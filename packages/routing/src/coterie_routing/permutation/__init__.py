@@ -37,7 +37,8 @@ def permute(x_TD: Tensor, row_map: RowMap, *, backend: str = "auto") -> Tensor:
         ValueError: If an argument does not fit, or the named back-end cannot run, with the reason.
     """
     _check_rows("tokens", "T", x_TD, row_map.row_TK.shape[0], row_map)
-    rows_ND: Tensor = _Permute.apply(x_TD, row_map, _operations(backend, x_TD))
+    with torch.cuda.device_of(x_TD):  # type: ignore[no-untyped-call]  # where Triton launches
+        rows_ND: Tensor = _Permute.apply(x_TD, row_map, _operations(backend, x_TD))
     return rows_ND
 
 
@@ -72,7 +73,8 @@ def unpermute(rows_ND: Tensor, row_map: RowMap, weights_TK: Tensor | None = None
                 f"expected weights of shape {tuple(row_map.row_TK.shape)}, {dtype} on {rows_ND.device}, "
                 f"got {weights_TK.dtype} of shape {tuple(weights_TK.shape)} on {weights_TK.device}"
             )
-    y_TD: Tensor = _Unpermute.apply(rows_ND, weights_TK, row_map, _operations(backend, rows_ND))
+    with torch.cuda.device_of(rows_ND):  # type: ignore[no-untyped-call]  # where Triton launches
+        y_TD: Tensor = _Unpermute.apply(rows_ND, weights_TK, row_map, _operations(backend, rows_ND))
     return y_TD
 
 

@@ -50,7 +50,8 @@ def map_rows(ids_TK: Tensor, num_experts: int, *, backend: str = "auto") -> RowM
     if takes_triton(backend, ids_TK.device, ids_TK.dtype):
         from coterie_routing.row_map import triton_kernels
 
-        return triton_kernels.map_rows(ids_TK, num_experts)
+        with torch.cuda.device_of(ids_TK):  # type: ignore[no-untyped-call]  # where Triton launches
+            return triton_kernels.map_rows(ids_TK, num_experts)
     return reference.map_rows(ids_TK, num_experts)
 
 

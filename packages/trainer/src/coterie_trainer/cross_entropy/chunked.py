@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from coterie_experts.once import needed_inputs
+from coterie_experts.once import captured_inputs, needed_inputs
 from torch import Tensor
 from torch.autograd.function import Function
 
@@ -196,7 +196,7 @@ class _ChunkedCrossEntropy(Function):
         if not needed_inputs(ctx)[1]:
             # A pass for the hidden states alone leaves the weight's main_grad as it is.
             return grad_hidden_TD, None, None, None, None
-        if ctx.main_grad is None:
+        if ctx.main_grad is None or captured_inputs(ctx)[1]:
             return grad_hidden_TD, (weight_VD * grad).to(ctx.dtype), None, None, None
         # None reaches the parameter too, so what waits for its gradient is told.
         ctx.main_grad.addcmul_(weight_VD, grad)

@@ -2,6 +2,7 @@
 
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, untyped-decorator"
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,16 +23,17 @@ def losses_and_gradients(logits_CV: Tensor, targets_C: Tensor, losses_C: Tensor,
     if num_rows == 0:
         return
     block = min(_BLOCK, triton.next_power_of_2(vocab_size))
-    _losses_and_gradients[(num_rows,)](
-        logits_CV,
-        targets_C,
-        losses_C,
-        logits_CV.stride(0),
-        vocab_size,
-        WITH_GRADIENTS=with_gradients,
-        BLOCK=block,
-        num_warps=max(1, min(16, block // 512)),
-    )
+    with torch.cuda.device_of(logits_CV):  # type: ignore[no-untyped-call]  # where Triton launches
+        _losses_and_gradients[(num_rows,)](
+            logits_CV,
+            targets_C,
+            losses_C,
+            logits_CV.stride(0),
+            vocab_size,
+            WITH_GRADIENTS=with_gradients,
+            BLOCK=block,
+            num_warps=max(1, min(16, block // 512)),
+        )
 
 
 @triton.jit

@@ -48,7 +48,8 @@ def count_pairs(ids_TK: Tensor, num_experts: int, *, backend: str = "auto") -> t
     if takes_triton(backend, ids_TK.device):
         from coterie_parallel.dispatch.rowwise.placement import triton_kernels
 
-        return triton_kernels.count_pairs(ids_TK, num_experts)
+        with torch.cuda.device_of(ids_TK):  # type: ignore[no-untyped-call]  # where Triton launches
+            return triton_kernels.count_pairs(ids_TK, num_experts)
     return reference.count_pairs(ids_TK, num_experts)
 
 
@@ -107,7 +108,8 @@ def place_rows(
     if takes_triton(backend, ids_TK.device):
         from coterie_parallel.dispatch.rowwise.placement import triton_kernels
 
-        return triton_kernels.place_rows(
-            counts_SE, ids_TK, position_TK, index=index, num_local=num_local, alignment=alignment
-        )
+        with torch.cuda.device_of(ids_TK):  # type: ignore[no-untyped-call]  # where Triton launches
+            return triton_kernels.place_rows(
+                counts_SE, ids_TK, position_TK, index=index, num_local=num_local, alignment=alignment
+            )
     return reference.place_rows(counts_SE, ids_TK, position_TK, index=index, num_local=num_local, alignment=alignment)

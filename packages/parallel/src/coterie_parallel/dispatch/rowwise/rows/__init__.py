@@ -76,7 +76,8 @@ def put_rows(
     if triton:
         from coterie_parallel.dispatch.rowwise.rows import triton_kernels
 
-        triton_kernels.put_rows(x_TD, weights_TK, plan, rows, row_weights)
+        with torch.cuda.device_of(x_TD):  # type: ignore[no-untyped-call]  # where Triton launches
+            triton_kernels.put_rows(x_TD, weights_TK, plan, rows, row_weights)
     else:
         reference.put_rows(x_TD, weights_TK, plan, rows, row_weights)
 
@@ -119,7 +120,8 @@ def clear_padding(
     if takes_triton(backend, rows_CD.device):
         from coterie_parallel.dispatch.rowwise.rows import triton_kernels
 
-        triton_kernels.clear_padding(rows_CD, row_weights_C, offsets_e, total_e)
+        with torch.cuda.device_of(rows_CD):  # type: ignore[no-untyped-call]  # where Triton launches
+            triton_kernels.clear_padding(rows_CD, row_weights_C, offsets_e, total_e)
     else:
         reference.clear_padding(rows_CD, row_weights_C, offsets_e, total_e)
 
@@ -148,7 +150,8 @@ def get_rows(rows: PeerTensor, plan: RowPlan, *, backend: str = "auto") -> Tenso
     if takes_triton(backend, rows.local.device):
         from coterie_parallel.dispatch.rowwise.rows import triton_kernels
 
-        return triton_kernels.get_rows(rows, plan)
+        with torch.cuda.device_of(rows.local):  # type: ignore[no-untyped-call]  # where Triton launches
+            return triton_kernels.get_rows(rows, plan)
     return reference.get_rows(rows, plan)
 
 
@@ -168,7 +171,8 @@ def get_values(values: PeerTensor, plan: RowPlan, *, backend: str = "auto") -> T
     if takes_triton(backend, values.local.device):
         from coterie_parallel.dispatch.rowwise.rows import triton_kernels
 
-        return triton_kernels.get_values(values, plan)
+        with torch.cuda.device_of(values.local):  # type: ignore[no-untyped-call]  # where Triton launches
+            return triton_kernels.get_values(values, plan)
     return reference.get_values(values, plan)
 
 

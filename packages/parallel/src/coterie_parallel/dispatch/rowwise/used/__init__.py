@@ -3,6 +3,7 @@
 `reference.py` is plain torch and reads the end on the host, `triton_kernels.py` does not.
 """
 
+import torch
 from torch import Tensor
 
 from coterie_parallel.dispatch.rowwise.backends import takes_triton
@@ -31,6 +32,7 @@ def copy_used(source_R: Tensor, target_C: Tensor, offsets_e: Tensor, *, backend:
     if takes_triton(backend, source_R.device):
         from coterie_parallel.dispatch.rowwise.used import triton_kernels
 
-        triton_kernels.copy_used(source_R.contiguous(), target_C, offsets_e)
+        with torch.cuda.device_of(target_C):  # type: ignore[no-untyped-call]  # where Triton launches
+            triton_kernels.copy_used(source_R.contiguous(), target_C, offsets_e)
     else:
         reference.copy_used(source_R, target_C, offsets_e)
