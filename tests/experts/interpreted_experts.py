@@ -212,7 +212,7 @@ def test_no_pass_builds_descriptors_before_its_thread_has_a_context(monkeypatch:
         return build(*values)
 
     monkeypatch.setattr(triton_launch.TensorDescriptor, "from_tensor", from_tensor)
-    monkeypatch.setattr(triton_launch, "make_context_current", lambda device: events.append("context"))
+    monkeypatch.setattr(triton_launch, "ensure_context", lambda device: events.append("context"))
     experts = GroupedExperts(ExpertsConfig(d_model=16, d_hidden=16, num_experts=2, backend="triton"))
     for parameter in experts.parameters():
         parameter.main_grad = torch.zeros_like(parameter)

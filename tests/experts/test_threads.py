@@ -17,7 +17,7 @@ def test_each_thread_asks_once_for_the_context_of_each_gpu(monkeypatch: pytest.M
 
     def work() -> None:
         for device in (first, first, second, torch.device("cpu"), second):
-            launch.make_context_current(device)
+            launch.ensure_context(device)
 
     for number in (1, 2):
         with ThreadPoolExecutor(1) as pool:

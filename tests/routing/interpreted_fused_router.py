@@ -171,7 +171,7 @@ def test_descriptors_are_built_once_the_thread_has_a_context(monkeypatch):
         return build(*values)
 
     monkeypatch.setattr(launch.TensorDescriptor, "from_tensor", from_tensor)
-    monkeypatch.setattr(launch, "_make_context_current", lambda device: events.append("context"))
+    monkeypatch.setattr(launch, "_ensure_context", lambda device: events.append("context"))
     case = FusedCase(tokens=64, width=64, experts=8, top_k=2)
     fused(case, *inputs(case))
     assert events == ["context", "descriptor", "descriptor"]

@@ -3,6 +3,8 @@
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
@@ -25,6 +27,8 @@ __all__ = ["DeviceTimer", "built_in_tiles", "kernel_calls"]
 
 # A few milliseconds in which the host gets ahead.
 _PAUSE_CYCLES = 10_000_000
+# Processes that compile ahead, at most.
+_COMPILERS = 16
 
 
 class DeviceTimer:
@@ -46,15 +50,19 @@ class DeviceTimer:
         obstacle = self._obstacle("triton")
         if obstacle is not None:
             raise ValueError(obstacle)
-        self._pool = ProcessPoolExecutor(max(1, (os.cpu_count() or 1) - 1), mp_context=get_context("spawn"))
         self._calls: tuple[LayerSize, dict[str, Callable[[Changes], object]]] | None = None
 
     def prepare(self, size: LayerSize, changes: Mapping[str, Sequence[Changes]], *, within_s: float) -> None:
         """Compile in processes beside this one, whose results Triton keeps on the disk."""
         jobs = [(size, kernel, change) for kernel, tried in changes.items() for change in tried]
-        done = wait([self._pool.submit(_compile, *job) for job in jobs], timeout=within_s)
-        for future in done.not_done:
-            future.cancel()
+        # A context of the device takes some of its memory: few processes, and none that lives on beside the timing.
+        pool = ProcessPoolExecutor(min(_COMPILERS, os.cpu_count() or 1), mp_context=get_context("spawn"))
+        futures = []
+        # Where a compiler takes its process down, what is left compiles when it is timed.
+        with suppress(BrokenProcessPool):
+            futures = [pool.submit(_compile, *job) for job in jobs]
+        done = wait(futures, timeout=within_s)
+        pool.shutdown(wait=not done.not_done, cancel_futures=True)
 
     def kernel_us(self, size: LayerSize, kernel: str, changes: Sequence[Changes]) -> list[float]:
         """Return the time of a kernel with each change of its tile; infinite where it does not compile or run.
@@ -65,7 +73,11 @@ class DeviceTimer:
             # The tensors of the size before go first.
             self._calls = None
             torch.cuda.empty_cache()
-            self._calls = size, kernel_calls(size, self._device)
+            try:
+                self._calls = size, kernel_calls(size, self._device)
+            except torch.OutOfMemoryError as error:
+                _say_left_out(f"{kernel} of {size}", error)
+                return [float("inf")] * len(changes)
         call, built_in = self._calls[1][kernel], built_in_tiles(size)
         tried = [one for one in changes if not one or built_in.changed({kernel: one}) != built_in]
         times = self._in_turn({f"{kernel} {change}": partial(call, change) for change in tried})
@@ -75,7 +87,11 @@ class DeviceTimer:
         """Return the time of forward and backward of the layer with each back-end that can run."""
         self._calls = None
         torch.cuda.empty_cache()
-        x_TD, ids_TK, weights_TK, gate_up, down, grad_y_TD = _tensors(size, self._device)
+        try:
+            x_TD, ids_TK, weights_TK, gate_up, down, grad_y_TD = _tensors(size, self._device)
+        except torch.OutOfMemoryError as error:
+            _say_left_out(str(size), error)
+            return dict.fromkeys(self.backends, float("inf"))
         leaves = [value.requires_grad_() for value in (x_TD, weights_TK, gate_up, down)]
 
         def both(backend: str) -> object:
@@ -118,12 +134,17 @@ class DeviceTimer:
             torch.cuda.synchronize(self._device)
         # Whatever a compiler raises where a tile asks too much of a GPU, or the device where memory is short.
         except Exception as error:
-            print(f"  {name} is left out: {type(error).__name__}: {str(error).splitlines()[0][:120]}", flush=True)
+            _say_left_out(name, error)
             return False
         finally:
             # What it took goes to the next call, which may want other sizes.
             torch.cuda.empty_cache()
         return True
+
+
+def _say_left_out(name: str, error: Exception) -> None:
+    reason = str(error).partition("\n")[0][:120]
+    print(f"  {name} is left out: {type(error).__name__}: {reason}", flush=True)
 
 
 def built_in_tiles(size: LayerSize) -> "TileSet":

@@ -280,39 +280,24 @@ def _shape_problem(
     is_gated: bool,
 ) -> str | None:
     up_name, up_width = ("gate_up", "2H") if is_gated else ("up", "H")
-    if down.dim() == 3 and rows_RD.dim() == 2:
+    axes = {
+        "rows": "R D",
+        "row_weights": "R",
+        "offsets": "e",
+        up_name: f"e {up_width} D",
+        "down": "e D H",
+        "up_bias": f"e {up_width}",
+        "down_bias": "e D",
+    }
+    shown = {"rows": rows_RD, "row_weights": row_weights_R, "offsets": offsets_e, up_name: up, "down": down, **biases}
+    if rows_RD.dim() == 2 and down.dim() == 3:
         num_experts, d_model, d_hidden = down.shape
-        d_pre = 2 * d_hidden if is_gated else d_hidden
-        wanted = {
-            "rows": (rows_RD.shape[0], d_model),
-            "row_weights": (rows_RD.shape[0],),
-            "offsets": (num_experts,),
-            "up": (num_experts, d_pre, d_model),
-            "up_bias": (num_experts, d_pre),
-            "down_bias": (num_experts, d_model),
-        }
-        tensors = {"rows": rows_RD, "row_weights": row_weights_R, "offsets": offsets_e, "up": up, **biases}
-        if min(num_experts, d_model, d_hidden) > 0 and all(
-            tensor.shape == wanted[name] for name, tensor in tensors.items()
+        sizes = {"R": rows_RD.shape[0], "e": num_experts, "D": d_model, "H": d_hidden, "2H": 2 * d_hidden}
+        if min(down.shape) > 0 and all(
+            tensor.shape == tuple(sizes[axis] for axis in axes[name].split()) for name, tensor in shown.items()
         ):
             return None
-    formulas = {"up_bias": f"up_bias (e, {up_width})", "down_bias": "down_bias (e, D)"}
-    wanted_text = ", ".join(
-        (
-            "rows (R, D), row_weights (R), offsets (e)",
-            f"{up_name} (e, {up_width}, D)",
-            "down (e, D, H)",
-            *(formulas[name] for name in biases),
-        )
-    )
-    shown = {
-        "rows": rows_RD,
-        "row_weights": row_weights_R,
-        "offsets": offsets_e,
-        up_name: up,
-        "down": down,
-        **biases,
-    }
+    wanted_text = ", ".join(f"{name} ({axes[name].replace(' ', ', ')})" for name in shown)
     found_text = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in shown.items())
     return f"shapes must be {wanted_text}, but are {found_text}"
 

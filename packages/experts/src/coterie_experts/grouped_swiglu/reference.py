@@ -1,6 +1,7 @@
 """Plain torch loop over the experts: the ground truth, for any floating dtype, differentiated by autograd."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,14 +30,15 @@ def grouped_experts(
     start = 0
     # Every expert takes part, with zero rows too, so that its gradient is zero and not None.
     for expert, (end, up_one, down_one) in enumerate(zip(offsets_e.tolist(), up.unbind(), down.unbind(), strict=True)):
-        one = _Expert(
+        output = partial(
+            _output,
             activation=activation,
             up=up_one,
             down=down_one,
             up_bias=None if up_bias is None else up_bias[expert],
             down_bias=None if down_bias is None else down_bias[expert],
         )
-        outputs.append(weighted_rows(one.output, rows_RD[start:end], row_weights_R[start:end]))
+        outputs.append(weighted_rows(output, rows_RD[start:end], row_weights_R[start:end]))
         start = end
     outputs.append(rows_RD.new_zeros(rows_RD.shape[0] - start, rows_RD.shape[1]))
     return torch.cat(outputs)
@@ -69,23 +71,26 @@ def weighted_rows(output: Callable[[Tensor, Tensor], Tensor], rows_RD: Tensor, w
     return y_RD
 
 
-class _Expert:
-    def __init__(
-        self, *, activation: Activation, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None
-    ) -> None:
-        self.activation, self.up, self.down = activation, up, down
-        self.up_bias, self.down_bias = up_bias, down_bias
-
-    def output(self, rows_RD: Tensor, weights_R: Tensor) -> Tensor:
-        pre_RP = rows_RD @ self.up.T
-        pre_RP = pre_RP.to(torch.promote_types(pre_RP.dtype, torch.float32))
-        if self.up_bias is not None:
-            pre_RP = pre_RP + self.up_bias
-        # The weight multiplies the activation, and so the product with `down`; the bias of `down` takes it too.
-        y_RD = (self.activation.forward(pre_RP) * weights_R[:, None]).to(rows_RD.dtype) @ self.down.T
-        if self.down_bias is not None:
-            y_RD = (y_RD + weights_R[:, None] * self.down_bias).to(y_RD.dtype)
-        return y_RD
+def _output(
+    rows_RD: Tensor,
+    weights_R: Tensor,
+    *,
+    activation: Activation,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+) -> Tensor:
+    """Return the rows of one expert; its weights have no first dimension."""
+    pre_RP = rows_RD @ up.T
+    pre_RP = pre_RP.to(torch.promote_types(pre_RP.dtype, torch.float32))
+    if up_bias is not None:
+        pre_RP = pre_RP + up_bias
+    # The weight multiplies the activation, and so the product with `down`; the bias of `down` takes it too.
+    y_RD = (activation.forward(pre_RP) * weights_R[:, None]).to(rows_RD.dtype) @ down.T
+    if down_bias is not None:
+        y_RD = (y_RD + weights_R[:, None] * down_bias).to(y_RD.dtype)
+    return y_RD
 
 
 def _finite_or_zero(grad_R1: Tensor | None) -> Tensor | None:

@@ -12,7 +12,7 @@ from coterie_experts.grouped_swiglu.triton_activation import fast_sigmoid, held_
 from coterie_experts.grouped_swiglu.triton_forward import bias_of_columns, expert_and_sources, gathered_rows
 from coterie_experts.grouped_swiglu.triton_tiles import place_of_tile
 
-__all__ = ["grad_of_hidden", "grad_of_row_weights", "grad_of_weights_by_load", "grad_of_weights_in_turn"]
+__all__ = ["grad_of_hidden", "grad_of_row_weights", "grad_of_weights_by_load", "grad_of_weights_in_turn", "segment"]
 
 
 @triton.jit
@@ -304,7 +304,7 @@ def grad_of_weights_in_turn(
         num_tiles = 0
     steps = tl.arange(0, DEPTH)
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):
-        expert, start, count = _segment(segments_ptr, tile // tiles_of_expert, num_experts)
+        expert, start, count = segment(segments_ptr, tile // tiles_of_expert, num_experts)
         row_tile, column_tile = place_of_tile(tile % tiles_of_expert, row_tiles, column_tiles, BAND)
         first_row = row_tile * ROWS
         first_column = column_tile * COLUMNS
@@ -357,12 +357,12 @@ def grad_of_weights_by_load(
         num_tiles = 0
     steps = tl.arange(0, DEPTH)
     tile = tl.program_id(0)
-    expert, start, count = _segment(segments_ptr, tile // tiles_of_expert, num_experts)
+    expert, start, count = segment(segments_ptr, tile // tiles_of_expert, num_experts)
     next_source = tl.load(counted_ptr + start + steps, mask=count > 0, other=-1)
     while tile < num_tiles:
         # What the next tile needs to begin with is asked for long before this one ends.
         next_tile = tl.atomic_add(counter_ptr, 1) + tl.num_programs(0)
-        next_expert, next_start, next_count = _segment(segments_ptr, next_tile // tiles_of_expert, num_experts)
+        next_expert, next_start, next_count = segment(segments_ptr, next_tile // tiles_of_expert, num_experts)
         row_tile, column_tile = place_of_tile(tile % tiles_of_expert, row_tiles, column_tiles, BAND)
         first_row = row_tile * ROWS
         first_column = column_tile * COLUMNS
@@ -401,7 +401,7 @@ def _is_even(segments_ptr, num_experts, num_tiles):
 
 
 @triton.jit
-def _segment(segments_ptr, place, num_experts):
+def segment(segments_ptr, place, num_experts):
     """Return id, first padded row and number of rows of the ``place``-th expert by load; zeros past the last."""
     known = place < num_experts
     expert = tl.load(segments_ptr + 3 * place, mask=known, other=0)

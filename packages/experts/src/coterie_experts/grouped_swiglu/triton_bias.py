@@ -17,7 +17,9 @@ from coterie_experts.grouped_swiglu.triton_layout import PaddedLayout
 __all__ = ["bias_gradient", "bias_sums_and_dots", "column_sums", "sums_of_experts", "sums_of_tiles"]
 
 
-def bias_sums_and_dots(grad_y_SD: Tensor, bias: Tensor, layout: PaddedLayout, block: int) -> tuple[Tensor, Tensor]:
+def bias_sums_and_dots(
+    grad_y_SD: Tensor, bias: Tensor, layout: PaddedLayout, block: int
+) -> tuple[Tensor, Tensor | None]:
     """Return, for the bias of ``down`` (e, D), its gradient by row tile (M, D) and what it adds to the row weights'.
 
     The latter are the dot products of the output's gradient and the bias, (P, column tiles), to be added up by row.
@@ -30,25 +32,24 @@ def column_sums(rows_PU: Tensor, layout: PaddedLayout, block: int) -> Tensor:
     return _sums_of_tiles(rows_PU, layout, block, None)[0]
 
 
-def _sums_of_tiles(rows: Tensor, layout: PaddedLayout, block: int, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def _sums_of_tiles(rows: Tensor, layout: PaddedLayout, block: int, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     width, num_tiles = rows.shape[1], layout.expert_M.shape[0]
     # Under the interpreter so few that a test has several tiles, with a remainder.
     columns = 128 if rows.device.type != "cpu" else 32
     num_column_tiles = triton.cdiv(width, columns)
     sums_MU = torch.empty(num_tiles, width, dtype=torch.float32, device=rows.device)
-    dots_P = torch.empty(
-        0 if bias is None else layout.num_padded, num_column_tiles, dtype=torch.float32, device=rows.device
-    )
+    source, weight, expert = (None,) * 3 if bias is None else (layout.source_P, layout.weight_P, layout.expert_M)
+    dots_P = None if bias is None else sums_MU.new_empty(layout.num_padded, num_column_tiles)
     sums_of_tiles[(num_tiles, num_column_tiles)](
         rows,
         rows.stride(0),
-        None if bias is None else layout.source_P,
-        None if bias is None else layout.weight_P,
-        None if bias is None else layout.expert_M,
+        source,
+        weight,
+        expert,
         layout.num_tiles_1,
         bias,
         sums_MU,
-        None if bias is None else dots_P,
+        dots_P,
         width,
         ROWS=block,
         COLUMNS=columns,

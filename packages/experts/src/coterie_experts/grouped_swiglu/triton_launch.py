@@ -35,7 +35,7 @@ __all__ = [
     "clear_chosen_rows",
     "clear_past_the_end",
     "hidden_gradients",
-    "make_context_current",
+    "ensure_context",
     "pre_and_activation",
     "row_weight_gradients",
     "rows_to_rows",
@@ -44,11 +44,13 @@ __all__ = [
     "weight_gradient",
 ]
 
+# Of a program of a plain matrix kernel.
+_WARPS = 8
 # Of each thread, the devices whose context it has.
 _threads = threading.local()
 
 
-def make_context_current(device: torch.device) -> None:
+def ensure_context(device: torch.device) -> None:
     """Let this thread have the context of the device, which a TMA descriptor needs and does not ask for.
 
     PyTorch gives it to a thread with the first work that the thread launches. A thread of autograd whose first work is
@@ -74,7 +76,7 @@ def pre_and_activation(
     tile = tiles.up
     # As many columns of the product in a tile, with a gate and without.
     hidden = tile.columns * 2 // sides
-    grid = _persistent(tile, layout, d_hidden, hidden)
+    grid = _persistent(layout, d_hidden, hidden)
     if _may_be_specialised(tile, x_SD.device):
         from coterie_experts.grouped_swiglu.specialised import up as specialised_up
 
@@ -106,7 +108,7 @@ def pre_and_activation(
         BAND=tile.band,
         EVEN=d_model % tile.depth == 0,
         **_constants(activation),
-        num_warps=tile.num_warps,
+        num_warps=_WARPS,
         num_stages=tile.num_stages,
     )
     return product_PU, activation_PH
@@ -202,7 +204,7 @@ def _multiply(
     products: Tensor | None = None,
     targets: Tensor | None = None,
 ) -> None:
-    grid = _persistent(tile, layout, width, tile.columns)
+    grid = _persistent(layout, width, tile.columns)
     if _may_be_specialised(tile, rows_PK.device):
         from coterie_experts.grouped_swiglu.specialised import products as specialised_products
 
@@ -246,7 +248,7 @@ def _multiply(
         TRANSPOSED=transposed,
         SCATTER=targets is not None,
         FLATTEN=tile.flatten,
-        num_warps=tile.num_warps,
+        num_warps=_WARPS,
         num_stages=tile.num_stages,
     )
 
@@ -306,7 +308,7 @@ def hidden_gradients(
     dots_P = torch.empty(
         layout.num_padded, triton.cdiv(d_hidden, tile.columns), dtype=torch.float32, device=product_PU.device
     )
-    grad_of_hidden[_persistent(tile, layout, d_hidden, tile.columns)](
+    grad_of_hidden[_persistent(layout, d_hidden, tile.columns)](
         grad_y_SD,
         grad_y_SD.stride(0),
         TensorDescriptor.from_tensor(down, [1, tile.depth, tile.columns]),
@@ -330,7 +332,7 @@ def hidden_gradients(
         EVEN_HIDDEN=d_hidden % tile.columns == 0,
         PARTS=_parts(tile, activation, bias),
         **_constants(activation),
-        num_warps=tile.num_warps,
+        num_warps=_WARPS,
         num_stages=tile.num_stages,
     )
     return grad_pre_PU, activation_PH, dots_P
@@ -373,7 +375,7 @@ def weight_gradient(
     """
     num_experts, gathered_width, rows_width = layout.segments_e3.shape[0], gathered_SW.shape[1], rows_PV.shape[1]
     num_tiles = num_experts * triton.cdiv(gathered_width, tile.rows) * triton.cdiv(rows_width, tile.columns)
-    num_programs = min(num_tiles, _num_programs(tile, rows_PV.device))
+    num_programs = min(num_tiles, _num_programs(rows_PV.device))
     if _may_be_specialised(tile, rows_PV.device):
         from coterie_experts.grouped_swiglu.specialised import gradients as specialised_gradients
 
@@ -409,7 +411,7 @@ def weight_gradient(
         "TRANSPOSED": transposed,
         "ACCUMULATE": main_grad is not None,
         "EVEN": gathered_width % tile.rows == 0,
-        "num_warps": tile.num_warps,
+        "num_warps": _WARPS,
     }
     # The device decides by the load which of the two does the work; the other ends at once.
     grad_of_weights_in_turn[(num_programs,)](
@@ -427,9 +429,9 @@ def _may_be_specialised(tile: Tile, device: torch.device) -> bool:
     return tile.ring > 0 and specialised.obstacle(device) is None
 
 
-def _persistent(tile: Tile, layout: PaddedLayout, num_columns: int, columns_of_tile: int) -> tuple[int]:
+def _persistent(layout: PaddedLayout, num_columns: int, columns_of_tile: int) -> tuple[int]:
     most = layout.expert_M.shape[0] * triton.cdiv(num_columns, columns_of_tile)
-    return (min(most, _num_programs(tile, layout.expert_M.device)),)
+    return (min(most, _num_programs(layout.expert_M.device)),)
 
 
 def _parts(tile: Tile, activation: Activation, bias: Tensor | None) -> int:
@@ -448,7 +450,6 @@ def _constants(activation: Activation) -> dict[str, str | float | None]:
     }
 
 
-def _num_programs(tile: Tile, device: torch.device) -> int:
+def _num_programs(device: torch.device) -> int:
     # Under the interpreter a few, which take turns.
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
-    return processors * tile.programs_per_processor
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3

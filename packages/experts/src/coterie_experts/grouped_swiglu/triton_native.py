@@ -144,7 +144,7 @@ class _TritonExperts(torch.autograd.Function):
             table=table,
         )
         num_choices = 1 if slot_of_row_N is None else weights.shape[1]
-        launch.make_context_current(x_SD.device)
+        launch.ensure_context(x_SD.device)
         layout = pad_rows(
             offsets_e,
             weights.flatten(),
@@ -197,7 +197,7 @@ class _TritonExperts(torch.autograd.Function):
         main_grads = [None if here else one for here, one in zip(is_returned, ctx.main_grads, strict=True)]
         tiles, deferral = ctx.tiles, ctx.deferral
         grad_y_SD = _row_major(grad_y_SD)
-        launch.make_context_current(grad_y_SD.device)
+        launch.ensure_context(grad_y_SD.device)
 
         grad_x_SD = grad_weights = None
         grad_pre_PU, activation_PH, dots_P = launch.hidden_gradients(
@@ -321,7 +321,7 @@ def _deferred_gradients(
 ) -> Gradients:
     from coterie_experts.grouped_swiglu import triton_launch as launch
 
-    launch.make_context_current(of_up[0].device)
+    launch.ensure_context(of_up[0].device)
     main_grads = [None if one is None else kernel_main_grad(one) for one in parameters]
     down, down_bias = _gradients_of_down(*of_down, layout, tiles, needs[1::2], main_grads[1::2])
     up, up_bias = _gradients_of_up(*of_up, layout, tiles, needs[::2], main_grads[::2])

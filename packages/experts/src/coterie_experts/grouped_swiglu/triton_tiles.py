@@ -21,25 +21,21 @@ class Tile:
         rows: of the output tile.
         columns: of the output tile.
         depth: of one step along the reduction.
-        num_warps: of a program.
         num_stages: of the pipeline of loads of a plain kernel.
         band: column tiles that are swept over all row tiles before the next ones.
         parts: in which the end of a tile is computed, or added to a ``main_grad``, where the kernel can.
         flatten: make one loop of the loops over tiles and steps, so that loads run ahead over the end of a tile;
             of a plain kernel.
-        programs_per_processor: of the persistent grid.
         ring: stages of the ring of a specialised kernel; 0 for the plain one, as always for ``grad_hidden``.
     """
 
     rows: int
     columns: int
     depth: int
-    num_warps: int = 8
     num_stages: int = 3
     band: int = 8
     parts: int = 1
     flatten: bool = False
-    programs_per_processor: int = 1
     ring: int = 0
 
 

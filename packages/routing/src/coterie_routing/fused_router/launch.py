@@ -222,7 +222,7 @@ def _forward(
     if num_tokens > 0:
         # What the copy engine asks of an address and of a stride.
         tensors = (x_TD, parts_PED)
-        _make_context_current(device)
+        _ensure_context(device)
         uses_tma = all(one.data_ptr() % 16 == 0 and width * one.element_size() % 16 == 0 for one in tensors)
         forward_kernel[(num_blocks,)](
             TensorDescriptor.from_tensor(x_TD, [tile.tokens, tile.columns]) if uses_tma else x_TD,
@@ -324,7 +324,7 @@ def _weight_grad(x_TD: Tensor, grad_logits_TPE: Tensor, is_real_T: Tensor | None
     return grad_weight_ED
 
 
-def _make_context_current(device: torch.device) -> None:
+def _ensure_context(device: torch.device) -> None:
     """Let this thread have the context of the device, which a TMA descriptor needs and does not ask for.
 
     PyTorch gives it to a thread with the first work that the thread launches. A thread of autograd whose first work is

@@ -20,14 +20,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from coterie_experts.grouped_swiglu.specialised.ring import ENDED, descriptor, mark, next_stage, stage_before
-from coterie_experts.grouped_swiglu.triton_backward import _segment
+from coterie_experts.grouped_swiglu.triton_backward import segment
 from coterie_experts.grouped_swiglu.triton_layout import PaddedLayout
 from coterie_experts.grouped_swiglu.triton_tiles import Tile, place_of_tile
 
 __all__ = ["fits", "grad_of_weights", "weight_gradient"]
 
 _place_of_tile = gluon.jit(place_of_tile.fn)
-_segment_of = gluon.jit(_segment.fn)
+_segment_of = gluon.jit(segment.fn)
 # One number, which every thread holds.
 _ALONE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
