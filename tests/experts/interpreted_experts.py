@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from coterie_experts import ExpertsConfig, GroupedExperts, grouped_experts, grouped_swiglu
+from coterie_experts import ExpertsConfig, GroupedExperts, grouped_swiglu
 from coterie_experts.grouped_swiglu import triton_backward, triton_launch, triton_layout, triton_native
 from coterie_experts.token_rows import sort_slots
 from torch import Tensor
@@ -180,27 +180,26 @@ def test_offsets_may_be_a_column() -> None:
     test_module.check_offsets_in_a_column("triton")
 
 
-def test_rows_weights_and_main_grads_at_any_address() -> None:
-    # The first element of a flat buffer belongs to somebody else.
-    def moved(tensor: Tensor) -> Tensor:
-        return torch.cat((tensor.new_zeros(1), tensor.flatten()))[1:].view(tensor.shape)
+@pytest.mark.parametrize("place", test_values.PLACES)
+def test_rows_weights_and_main_grads_anywhere(place: Callable[[Tensor], Tensor]) -> None:
+    test_values.check_places("triton", place)
 
-    def run(place: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(0)
-        x, grad, up, down = (
-            torch.randn(*shape, generator=generator) for shape in ((9, 16), (9, 16), (2, 48, 16), (2, 16, 24))
-        )
-        leaves = [place(one).requires_grad_() for one in (x, up, down)]
-        leaves[1].main_grad = place(torch.zeros(2, 48, 16))
-        offsets = torch.tensor([4, 9], dtype=torch.int32)
-        y = grouped_experts(leaves[0], torch.ones(9), offsets, leaves[1], leaves[2], backend="triton")
-        y.backward(place(grad))
-        return [y.detach(), leaves[0].grad, leaves[1].main_grad, leaves[2].grad]
 
-    assert moved(torch.zeros(4)).data_ptr() % 16 != 0
-    for one, other in zip(run(moved), run(torch.clone), strict=True):
-        assert (other != 0).any()
-        assert torch.equal(one, other)
+@pytest.mark.parametrize("offsets", [[3, 40], [1 << 30, 1 << 30], [-5, 3], [6, 2], [-5, -1]])
+def test_offsets_that_do_not_fit_leave_other_memory_alone(offsets: list[int]) -> None:
+    """On a GPU nobody looks at them. Every index that the kernels follow stays within what there is."""
+    num_rows = 8
+    layout = triton_layout.pad_rows(
+        torch.tensor(offsets, dtype=torch.int32), torch.ones(num_rows), slot_of_row_N=None, num_choices=1, block=2
+    )
+    num_tiles = layout.num_tiles_1.item()
+    assert 0 <= num_tiles <= layout.expert_M.shape[0]
+    assert ((layout.expert_M[:num_tiles] >= 0) & (layout.expert_M[:num_tiles] < 2)).all()
+    assert ((layout.source_P >= -1) & (layout.source_P < num_rows)).all()
+    assert ((layout.slot_P >= -1) & (layout.slot_P < num_rows)).all()
+    _, first_rows, counts = layout.segments_e3.T
+    assert (counts >= 0).all()
+    assert (first_rows[counts > 0] + counts[counts > 0] <= layout.num_padded).all()
 
 
 def test_no_pass_builds_descriptors_before_its_thread_has_a_context(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,6 +227,10 @@ def test_no_pass_builds_descriptors_before_its_thread_has_a_context(monkeypatch:
 
 def test_passes_for_some_inputs() -> None:
     test_main_grad.check_passes_for_some_inputs("triton")
+
+
+def test_gradients_that_are_asked_for_are_returned() -> None:
+    test_main_grad.check_asked_gradients("triton")
 
 
 @pytest.mark.parametrize("place", ["x", "gate_up", "down"])

@@ -2,14 +2,16 @@
 
 import importlib.util
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from coterie_experts import ExpertsConfig, GroupedExperts, choose_backend
 from coterie_experts.conformance import CASES, TOKEN_CASES, Case, TokenCase, case_problems, token_case_problems
 from coterie_experts.grouped_swiglu import quack_native, te_native
-from torch import Tensor
+from torch import Tensor, nn
 
 from experts import fake_transformer_engine
 
@@ -53,6 +55,33 @@ def test_weight_of_zero_still_learns() -> None:
         grads.append(weights.grad)
     assert grads[0].abs().min() > 0
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("stand_in")
+def test_te_in_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of one size run in one module of Transformer Engine, which takes their weights in turn."""
+    forward = fake_transformer_engine.GroupedLinear.forward
+
+    def slow(layer: nn.Module, *arguments: object) -> Tensor:
+        time.sleep(0.02)
+        return forward(layer, *arguments)
+
+    monkeypatch.setattr(fake_transformer_engine.GroupedLinear, "forward", slow)
+    config = ExpertsConfig(d_model=8, d_hidden=4, num_experts=2, backend="te")
+    layers = [GroupedExperts(config) for _ in range(2)]
+    with torch.no_grad():
+        for parameter in layers[1].parameters():
+            parameter.mul_(-3)
+    rows, offsets = torch.arange(24.0).view(3, 8) / 10, torch.tensor([1, 3], dtype=torch.int32)
+
+    def run(layer: GroupedExperts) -> Tensor:
+        return layer(rows, torch.ones(3), offsets).detach()
+
+    expected = [run(layer) for layer in layers]
+    assert not torch.equal(*expected)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(run, layers * 3))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected * 3, strict=True))
 
 
 @pytest.mark.usefixtures("stand_in")

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from coterie_experts import ExpertsConfig, GroupedExperts
+from coterie_experts import ExpertsConfig, GroupedExperts, SharedExpert
+from torch import nn
 
 from experts.test_values import BACKENDS
 
@@ -73,6 +74,42 @@ def test_main_grad_on_another_device_is_refused() -> None:
     experts.down.main_grad = torch.zeros(experts.down.shape, device="meta")
     with pytest.raises(ValueError, match="main_grad is on meta but its parameter is on cpu"):
         run(experts, 1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_gradient_that_autograd_grad_is_asked_for_is_returned(backend: str) -> None:
+    check_asked_gradients(backend)
+
+
+def check_asked_gradients(backend: str) -> None:
+    """And added nowhere: also of a shared expert, whose kernels see a view of the parameter."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 16, generator=generator)
+    ids, weights = torch.tensor([[0], [1], [1], [0], [-1]]), torch.rand(5, 1, generator=generator)
+
+    def layer(shared: bool) -> tuple[nn.Module, torch.Tensor]:
+        if shared:
+            expert = SharedExpert(d_model=16, d_hidden=8, backend=backend)
+            return expert, expert(x).square().sum()
+        experts = GroupedExperts(ExpertsConfig(d_model=16, d_hidden=8, num_experts=2, backend=backend))
+        return experts, experts.forward_tokens(x, ids, weights).square().sum()
+
+    for shared in (False, True):
+        module, loss = layer(shared)
+        expected = torch.autograd.grad(loss, list(module.parameters()), retain_graph=True)
+        assert all(one.any() for one in expected)
+        for parameter in module.parameters():
+            parameter.main_grad = torch.zeros_like(parameter)
+        loss = module(x).square().sum() if shared else module.forward_tokens(x, ids, weights).square().sum()
+        found = torch.autograd.grad(loss, list(module.parameters()), retain_graph=True)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        # One of them alone: the other is neither returned nor added.
+        (down,) = torch.autograd.grad(loss, module.down, retain_graph=True)
+        assert torch.equal(down, found[1])
+        assert not any(parameter.main_grad.any() for parameter in module.parameters())
+        loss.backward()
+        sums = [parameter.main_grad for parameter in module.parameters()]
+        assert all(torch.equal(one, other) for one, other in zip(sums, expected, strict=True))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

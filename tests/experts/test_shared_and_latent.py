@@ -272,6 +272,8 @@ def test_a_shared_expert_defers_to_main_grad_alone() -> None:
     shared.defer_weight_gradients = [].append
     with pytest.raises(ValueError, match="a shared expert needs a main_grad of gate_up, down"):
         shared(noise(3, D))
+    with torch.no_grad():
+        assert shared(noise(3, D)).any(), "an evaluation defers nothing"
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

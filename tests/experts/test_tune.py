@@ -2,13 +2,14 @@
 
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from coterie_experts import ExpertsConfig, GroupedExperts, TileTable, choose_backend, load_table
+from coterie_experts import ExpertsConfig, GroupedExperts, TileTable, choose_backend, load_table, tune_timing
 from coterie_experts.grouped_swiglu import choice as choice_module
 from coterie_experts.grouped_swiglu import quack_native, triton_native
 from coterie_experts.tables import KERNELS, recorded_backends, shape_class, width_class
@@ -179,6 +180,18 @@ def test_candidates_begin_with_the_built_in_tile() -> None:
         assert tried[0] == {}
         for change in tried:
             assert TileTable(capability="", dtype="", tiles={"wide-small-few": {kernel: change}}).problems() == []
+
+
+def _end_this_process(*job: object) -> None:
+    os._exit(1)
+
+
+def test_a_compiler_that_dies_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune_timing, "_compile", _end_this_process)
+    monkeypatch.setattr(tune_timing, "_COMPILERS", 1)
+    timer = tune_timing.DeviceTimer.__new__(tune_timing.DeviceTimer)
+    for _ in range(2):
+        timer.prepare(SIZES[0], {"up": candidates("up")}, within_s=60)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from coterie_experts import Activation, grouped_swiglu
+from coterie_experts import Activation, grouped_experts, grouped_swiglu
 from coterie_experts.grouped_swiglu import reference, torch_native
 from torch import Tensor
 
@@ -141,6 +141,47 @@ def test_strides_do_not_matter(name: str, backend: str) -> None:
     assert not strided.grad_y.is_contiguous()
     for one, other in zip(plain, run(strided, backend), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def odd_address(tensor: Tensor) -> Tensor:
+    # The first element of a flat buffer belongs to somebody else.
+    return torch.cat((tensor.new_zeros(1), tensor.flatten()))[1:].view(tensor.shape)
+
+
+def every_second(tensor: Tensor) -> Tensor:
+    return torch.stack((tensor, torch.full_like(tensor, math.nan)), dim=-1)[..., 0]
+
+
+def transposed(tensor: Tensor) -> Tensor:
+    return tensor.mT.contiguous().mT
+
+
+PLACES = (odd_address, every_second, transposed)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_rows_weights_and_main_grads_anywhere(place: Callable[[Tensor], Tensor]) -> None:
+    check_places("torch", place)
+
+
+def check_places(backend: str, place: Callable[[Tensor], Tensor]) -> None:
+    """The same bits wherever rows, parameters, a main_grad and the gradient of the output lie in memory."""
+
+    def found(place: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        shapes = ((9, 16), (9, 16), (2, 48, 16), (2, 16, 24))
+        x, grad, up, down = (torch.randn(*shape, generator=generator) for shape in shapes)
+        leaves = [place(one).requires_grad_() for one in (x, up, down)]
+        leaves[1].main_grad = place(torch.zeros(2, 48, 16))
+        offsets = torch.tensor([4, 9], dtype=torch.int32)
+        y = grouped_experts(leaves[0], torch.ones(9), offsets, leaves[1], leaves[2], backend=backend)
+        y.backward(place(grad))
+        return [y.detach(), leaves[0].grad, leaves[1].main_grad, leaves[2].grad]
+
+    assert odd_address(torch.zeros(4)).data_ptr() % 16 != 0
+    for one, other in zip(found(place), found(torch.clone), strict=True):
+        assert (other != 0).any()
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
