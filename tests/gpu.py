@@ -1,6 +1,7 @@
 """The training step on GPUs against the CPU: `python3 tests/gpu.py`, with torch, numpy and the sources of this clone.
 
 Part 1, one GPU: in fp32 the losses and gradient norms of several steps are those of the CPU; in bf16 the loss falls.
+With a second GPU: kernels on it while the first is current give the same bits.
 Part 2, for every further GPU up to four, through NCCL: each data and expert layout gives the numbers of one GPU, and a
 checkpoint that all ranks wrote is read back by them. Prints one line for each comparison; the first fault raises.
 `--json FILE` also writes the differences with date and versions, as tests/trainer/results/ keeps them.
@@ -91,6 +92,7 @@ def main() -> None:
     print(about, flush=True)
     with tempfile.TemporaryDirectory() as temporary:
         write_tokens(Path(temporary) / "tokens")
+        check_another_device()
         comparisons = [*check_one_gpu(Path(temporary)), *check_several_gpus(Path(temporary))]
     if options.json:
         options.json.write_text(json.dumps({**about, "comparisons": comparisons}, indent=2) + "\n", encoding="utf-8")
@@ -107,6 +109,41 @@ def check_one_gpu(base: Path) -> list[dict[str, object]]:
     print("bf16", [round(loss, 4) for loss in losses], flush=True)
     assert losses[-1] < losses[0] - 0.05
     return [*found, {"name": "bf16, one GPU", "losses": losses}]
+
+
+def check_another_device() -> None:
+    """Triton launches on the current device, whatever its arguments are on: each operation has to see to that."""
+    if torch.cuda.device_count() < 2:
+        return
+
+    def step(device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        x_TD, target_TD = (torch.randn(300, 256, generator=generator).to(device, dtype) for _ in range(2))
+        router = Router(RouterConfig(d_model=256, num_experts=8, top_k=2, backend="triton"), device=device)
+        experts = GroupedExperts(
+            ExpertsConfig(d_model=256, d_hidden=192, num_experts=8, backend="triton"), device=device, dtype=dtype
+        )
+        later: list[Callable[[], None]] = []
+        experts.defer_weight_gradients = later.append
+        init_router(router)
+        x_TD.requires_grad_()
+        routing = router(x_TD)
+        y_TD = experts.forward_tokens(x_TD, routing.ids_TK, routing.weights_TK)
+        row_map = map_rows(routing.ids_TK, 8, backend="triton")
+        y_TD = y_TD + unpermute(permute(x_TD, row_map, backend="triton"), row_map, backend="triton")
+        losses_T = torch.empty(300, device=device)
+        logits_TD = y_TD.detach().clone()
+        losses_and_gradients(logits_TD, routing.ids_TK[:, 0].contiguous(), losses_T, True)
+        (y_TD * target_TD).sum().backward()
+        later.pop()()
+        return [y_TD.detach(), x_TD.grad, losses_T, logits_TD, *(one.grad for one in (*router.parameters(), *experts.parameters()))]
+
+    torch.cuda.set_device(0)
+    for one, other in zip(*(step(torch.device("cuda", index), torch.bfloat16) for index in (0, 1)), strict=True):
+        assert one.abs().sum() > 0
+        assert torch.equal(one.cpu(), other.cpu())
+    assert torch.cuda.current_device() == 0
+    print("kernels on the second GPU while the first is current: the same bits", flush=True)
 
 
 def check_several_gpus(base: Path) -> list[dict[str, object]]:

@@ -195,7 +195,7 @@ def test_the_gradient_goes_to_main_grad_beside_that_of_the_embedding(tied: bool)
 
 
 @pytest.mark.parametrize("backend", ["torch", "chunked"])
-def test_a_pass_for_the_hidden_states_alone_leaves_main_grad_alone(backend: str) -> None:
+def test_a_pass_for_some_inputs_leaves_main_grad_alone(backend: str) -> None:
     tokens_BS, targets_BS = _tokens()
     model = _model(False, torch.bfloat16)
     accumulate_in_fp32(model.parameters())
@@ -204,6 +204,8 @@ def test_a_pass_for_the_hidden_states_alone_leaves_main_grad_alone(backend: str)
     loss = cross_entropy_sum(model, hidden, targets_BS, backend=backend)
     loss.backward(inputs=[hidden], retain_graph=True)
     assert hidden.grad.any()
+    (asked,) = torch.autograd.grad(loss, model.head.weight, retain_graph=True)
+    assert asked.any()
     assert not total.any()
     loss.backward()
     once = total.clone()
