@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,7 +23,11 @@ sys.path[:0] = [str(ROOT / "tests"), *(str(path) for path in sorted(ROOT.glob("p
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
+from coterie_experts import ExpertsConfig, GroupedExperts  # noqa: E402
 from coterie_parallel import Mesh, make_plan  # noqa: E402
+from coterie_routing import Router, RouterConfig  # noqa: E402
+from coterie_routing.permutation import permute, unpermute  # noqa: E402
+from coterie_routing.row_map import map_rows  # noqa: E402
 from coterie_trainer.training import Run  # noqa: E402
 from trainer.tiny import tiny_config, write_tokens  # noqa: E402
 
@@ -115,31 +120,33 @@ def check_another_device() -> None:
     """Triton launches on the current device, whatever its arguments are on: each operation has to see to that."""
     if torch.cuda.device_count() < 2:
         return
+    from coterie_trainer.cross_entropy.triton_softmax import losses_and_gradients
 
-    def step(device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+    def step(device: torch.device) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(0)
-        x_TD, target_TD = (torch.randn(300, 256, generator=generator).to(device, dtype) for _ in range(2))
-        router = Router(RouterConfig(d_model=256, num_experts=8, top_k=2, backend="triton"), device=device)
-        experts = GroupedExperts(
-            ExpertsConfig(d_model=256, d_hidden=192, num_experts=8, backend="triton"), device=device, dtype=dtype
-        )
+        x_TD, target_TD = (torch.randn(300, 256, generator=generator).to(device, torch.bfloat16) for _ in range(2))
+        router = Router(RouterConfig(d_model=256, num_experts=8, top_k=2, backend="triton")).to(device)
+        with torch.no_grad():
+            router.weight.copy_(torch.randn(router.weight.shape, generator=generator) * 0.05)
+        config = ExpertsConfig(d_model=256, d_hidden=192, num_experts=8, backend="triton")
+        experts = GroupedExperts(config, device=device, dtype=torch.bfloat16)
         later: list[Callable[[], None]] = []
         experts.defer_weight_gradients = later.append
-        init_router(router)
         x_TD.requires_grad_()
         routing = router(x_TD)
-        y_TD = experts.forward_tokens(x_TD, routing.ids_TK, routing.weights_TK)
         row_map = map_rows(routing.ids_TK, 8, backend="triton")
+        y_TD = experts.forward_tokens(x_TD, routing.ids_TK, routing.weights_TK)
         y_TD = y_TD + unpermute(permute(x_TD, row_map, backend="triton"), row_map, backend="triton")
-        losses_T = torch.empty(300, device=device)
-        logits_TD = y_TD.detach().clone()
+        logits_TD, losses_T = y_TD.detach().clone(), torch.empty(300, device=device)
         losses_and_gradients(logits_TD, routing.ids_TK[:, 0].contiguous(), losses_T, True)
         (y_TD * target_TD).sum().backward()
         later.pop()()
-        return [y_TD.detach(), x_TD.grad, losses_T, logits_TD, *(one.grad for one in (*router.parameters(), *experts.parameters()))]
+        parameters = (*router.parameters(), *experts.parameters())
+        return [y_TD.detach(), x_TD.grad, losses_T, logits_TD, *(one.grad for one in parameters)]
 
     torch.cuda.set_device(0)
-    for one, other in zip(*(step(torch.device("cuda", index), torch.bfloat16) for index in (0, 1)), strict=True):
+    first, second = (step(torch.device("cuda", index)) for index in range(2))
+    for one, other in zip(first, second, strict=True):
         assert one.abs().sum() > 0
         assert torch.equal(one.cpu(), other.cpu())
     assert torch.cuda.current_device() == 0

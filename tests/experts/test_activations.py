@@ -271,12 +271,11 @@ def test_wrong_biases_and_activations_are_refused(name: str, value: object, text
         grouped_experts(*tensors, **{name: value})
 
 
-def test_quack_says_that_it_has_swiglu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quack_says_that_it_has_swiglu_alone() -> None:
     sizes = {"d_model": 16, "d_hidden": 16, "dtype": torch.bfloat16, "device": torch.device("cuda")}
-    assert quack_native.obstacle(**sizes, activation="relu_squared") == (
-        "it has the activation swiglu, not relu_squared"
-    )
-    with pytest.raises(ValueError, match="'quack' cannot run: it has no biases; or choose backend 'auto'"):
+    reason = str(quack_native.obstacle(**sizes, activation="relu_squared"))
+    assert reason.startswith("it has the activation swiglu, not relu_squared")
+    with pytest.raises(ValueError, match=r"'quack' cannot run: it has no biases; .*or choose backend 'auto'"):
         choose_backend("quack", bias=True, **sizes)
     with pytest.raises(ValueError, match="it has the activation swiglu, not relu_squared"):
         GroupedExperts(

@@ -182,6 +182,17 @@ def test_the_functional_form_needs_leaves_or_main_grad(backend: str) -> None:
     assert torch.equal(down, experts.down.grad)
 
 
+def test_a_parameter_whose_memory_has_been_freed_is_no_place_for_a_gradient() -> None:
+    """What FSDP leaves of the tensors of the forward pass."""
+    x, weights, grad_y = inputs(1, tokens=False)
+    experts, later = build("torch"), []
+    experts.defer_weight_gradients = later.append
+    backward(experts(x, weights, OFFSETS), grad_y)
+    experts.down.untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="its memory has been freed since the forward pass, as FSDP does"):
+        later.pop()()
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_kept_graph_hands_over_each_time(backend: str) -> None:
     plain, late = build(backend), build(backend)

@@ -125,17 +125,19 @@ def test_quack_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
         return str(quack_native.obstacle(**{**sizes, **changes}))
 
     obstacles(monkeypatch)
-    assert obstacle() == "quack and triton are not installed; pip install 'coterie-experts[quack]'"
+    assert obstacle().startswith("quack and triton are not installed; pip install 'coterie-experts[quack]'; it needs")
     obstacles(monkeypatch, "triton")
-    assert obstacle() == "quack is not installed; pip install 'coterie-experts[quack]'"
+    assert obstacle().startswith("quack is not installed; pip install 'coterie-experts[quack]'; it needs")
     with pytest.raises(ValueError, match="backend 'quack' cannot run: quack is not installed; pip install"):
         choose_backend("quack", d_model=16, d_hidden=24, dtype=torch.bfloat16, device=CUDA)
     obstacles(monkeypatch, "triton", "quack")
-    assert obstacle() == "it needs compute capability 9, which This GPU has not"
-    assert obstacle(dtype=torch.float32) == "it runs torch.bfloat16, not torch.float32"
+    capability = "it needs compute capability 9, which This GPU has not"
+    assert obstacle() == capability
     assert obstacle(device=torch.device("cpu")) == "device cpu is not cuda"
-    assert obstacle(activation="relu_squared") == "it has the activation swiglu, not relu_squared"
-    assert obstacle(bias=True) == "it has no biases"
+    assert obstacle(activation="relu_squared", bias=True, dtype=torch.float32, d_model=18) == (
+        "it has the activation swiglu, not relu_squared; it has no biases; it runs torch.bfloat16, not torch.float32; "
+        f"{capability}; d_model (18) must be a multiple of 4 for torch.float32 (rows of 16 bytes)"
+    )
     assert obstacle(device=torch.device("meta"), d_model=12).startswith("d_model (12) must be a multiple of 8")
     assert obstacle(device=torch.device("meta")) == "None"
 

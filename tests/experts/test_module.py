@@ -1,5 +1,6 @@
 """Config, choice of back-end, refused arguments, initialisation, layouts, and the example of the README."""
 
+import math
 import re
 from itertools import combinations
 from pathlib import Path
@@ -40,6 +41,14 @@ def test_config_reports_every_problem() -> None:
 def test_share_outside_of_the_layer_is_refused(first: int, count: int) -> None:
     with pytest.raises(ValueError, match=rf"first_expert \({first}\) and num_local_experts \({count}\).*\(8\)"):
         GroupedExperts(config(), first_expert=first, num_local_experts=count)
+
+
+@pytest.mark.parametrize("value", ["0", 2.0, True])
+def test_a_share_is_whole_numbers(value: object) -> None:
+    with pytest.raises(ValueError, match=rf"first_expert \({value!r}\) must be a whole number"):
+        GroupedExperts(config(), first_expert=value)
+    with pytest.raises(ValueError, match=rf"num_local_experts \({value!r}\) must be a whole number"):
+        GroupedExperts(config(), num_local_experts=value)
 
 
 def test_auto_says_what_it_chose_and_why() -> None:
@@ -199,6 +208,9 @@ def check_offsets_in_a_column(backend: str) -> None:
     expected = experts(rows, weights, table[:, 0].contiguous())
     assert (expected != 0).any(1).all()
     assert torch.equal(experts(rows, weights, table[:, 0]), expected)
+    one = GroupedExperts(ExpertsConfig(d_model=16, d_hidden=24, num_experts=1, backend=backend))
+    column = torch.tensor([[6, 0]], dtype=torch.int32)[:, 0]
+    assert torch.equal(one(rows, weights, column), one(rows, weights, column.clone()))
 
 
 def test_forward_tokens_needs_all_experts() -> None:
@@ -239,6 +251,26 @@ def test_initialisation_depends_on_seed_and_name_and_has_the_width_asked_for() -
         correlation = torch.corrcoef(weights.detach().flatten(1)) - torch.eye(8)
         assert correlation.abs().max() < 5 / weights[0].numel() ** 0.5
     assert torch.equal(build(0, 8).gate_up, first.gate_up)
+
+
+def test_the_start_depends_on_no_default_of_torch() -> None:
+    expected = GroupedExperts(config())
+    try:
+        torch.set_default_dtype(torch.float64)
+        found = [GroupedExperts(config(), dtype=torch.float32)]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.device("meta"):
+        found.append(GroupedExperts(config(), device="cpu"))
+    for experts in found:
+        assert torch.equal(experts.down, expected.down)
+        assert torch.equal(experts.gate_up, expected.gate_up)
+
+
+@pytest.mark.parametrize("std", [math.nan, math.inf, -1.0])
+def test_a_standard_deviation_is_a_number(std: float) -> None:
+    with pytest.raises(ValueError, match=r"a standard deviation .* must be a finite number from 0"):
+        init_experts(GroupedExperts(config()), seed=0, name="a", std=std)
 
 
 def test_bfloat16_start_is_the_rounded_float32_start() -> None:

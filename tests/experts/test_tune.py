@@ -214,16 +214,21 @@ def test_a_compiler_that_dies_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         ),
         (
             '{"capability": "9.0", "dtype": "bf16", "tiles": {"wide-small-few": {"up": {"rows": 64}}}}',
-            "rows = 64 is not one of",
+            "'rows' is not one of band, flatten",
         ),
         (
             '{"capability": "9.0", "dtype": "bf16", "tiles": {"wide-small-few": {"up": {"band": true}}}}',
-            "band = True is not",
+            "band .True. must be a whole number",
         ),
         (
             '{"capability": "9.0", "dtype": "bf16", "tiles": {"wide-small-few": {"up": {"band": 0}}}}',
-            "must be at least 1",
+            "band .0. must be from 1 to 1024",
         ),
+        (
+            '{"capability": "9.0", "dtype": "bf16", "tiles": {"wide-small-few": {"up": {"band": 2147483647}}}}',
+            "must be from 1 to 1024",
+        ),
+        ("[" * 20_000, "RecursionError"),
     ],
 )
 def test_files_that_are_no_table(values: str, text: str, tmp_path: Path) -> None:
@@ -256,7 +261,7 @@ def test_what_would_have_no_effect_is_refused() -> None:
     for ring in (0, 3, 4):
         assert of_kernel("up", ring=ring) == []
     assert of_kernel("grad_hidden", ring=3) == [
-        "tiles of narrow-medium-many, grad_hidden: ring = 3 is not one of band (int), flatten (bool), num_stages (int)"
+        "tiles of narrow-medium-many, grad_hidden: 'ring' is not one of band, flatten, num_stages"
     ]
 
 

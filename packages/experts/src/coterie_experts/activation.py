@@ -44,7 +44,7 @@ class Activation:
         if self.name not in ACTIVATIONS:
             found.append(f"activation ({self.name!r}) must be one of {', '.join(ACTIVATIONS)}")
         for name, value, usual in (("swiglu_limit", self.limit, "7"), ("swiglu_alpha", self.alpha, "1.702")):
-            is_number = isinstance(value, int | float)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not 0 < value < float("inf"):
                 shown = f"{value:g}" if is_number else repr(value)
                 found.append(f"{name} ({shown}) must be a finite number above 0; gpt-oss has {usual}")

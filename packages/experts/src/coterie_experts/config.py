@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from numbers import Integral
+from os import PathLike
 from typing import Any, Literal, get_args
 
 from coterie_experts.activation import Activation, ActivationName
@@ -60,6 +61,9 @@ class ExpertsConfig:
         bias: Any = self.bias
         if not isinstance(bias, bool):
             found.append(f"bias ({bias!r}) must be true or false")
+        tiles: Any = self.tiles
+        if not isinstance(tiles, str | PathLike | None):
+            found.append(f"tiles ({tiles!r}) must be the name of a file, or None")
         if self.backend not in BACKENDS:
             found.append(f"backend ({self.backend!r}) must be one of {', '.join(BACKENDS)}")
         return found + self.activation_function.problems()

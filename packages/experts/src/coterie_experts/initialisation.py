@@ -1,6 +1,7 @@
 """Start values of the experts, the same for every layout."""
 
 import hashlib
+import math
 from typing import TYPE_CHECKING
 
 import torch
@@ -104,8 +105,11 @@ def _parameters(module: torch.nn.Module) -> list[tuple[str, Tensor]]:
 def _fill(weights: Tensor, key: str, first_expert: int, std: float) -> None:
     # torch's CPU generator looks at 32 bits of its seed. A hash per expert would meet the same 32 bits twice now and
     # then (128 experts in 60 layers: 1 model in 70), so one hash per tensor is counted up by the expert's id.
+    if not 0 <= std < math.inf:
+        raise ValueError(f"a standard deviation ({std!r}) must be a finite number from 0")
     base = int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "little")
     generator = torch.Generator()
+    numbers = torch.empty(weights.shape[1:], dtype=torch.float32, device="cpu")
     for local, weight in enumerate(weights):
         generator.manual_seed((base + first_expert + local) % 2**32)
-        weight.copy_(torch.empty(weight.shape).normal_(0.0, std, generator=generator))
+        weight.copy_(numbers.normal_(0.0, std, generator=generator))

@@ -50,8 +50,18 @@ def kernel_main_grad(parameter: Tensor) -> Tensor | None:
 
 
 def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Add to ``main_grad`` where the parameter has one, else to ``grad``, as a backward pass would."""
+    """Add to ``main_grad`` where the parameter has one, else to ``grad``, as a backward pass would.
+
+    Raises:
+        RuntimeError: there is no ``main_grad``, and the memory of the parameter has been freed.
+        ValueError: as ``into_main_grad``.
+    """
     main_grad = check_main_grad(parameter)
+    if main_grad is None and parameter.untyped_storage().nbytes() == 0 < parameter.numel():
+        raise RuntimeError(
+            "a deferred gradient has no parameter to go to: its memory has been freed since the forward pass, as FSDP "
+            "does; give the parameters a main_grad, or do not defer"
+        )
     if main_grad is not None:
         main_grad.add_(gradient)
     elif parameter.grad is not None:

@@ -1,6 +1,8 @@
 """The experts of one layer as a module."""
 
 from collections.abc import Callable
+from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +72,10 @@ class GroupedExperts(nn.Module):
         super().__init__()
         num_local = config.num_experts if num_local_experts is None else num_local_experts
         problems = config.problems()
-        if first_expert < 0 or num_local < 1 or first_expert + num_local > config.num_experts:
+        share: dict[str, Any] = {"first_expert": first_expert, "num_local_experts": num_local}
+        wrong = {name: value for name, value in share.items() if type(value) is bool or not isinstance(value, Integral)}
+        problems += [f"{name} ({value!r}) must be a whole number" for name, value in wrong.items()]
+        if not (problems or (first_expert >= 0 and num_local >= 1 and first_expert + num_local <= config.num_experts)):
             problems.append(
                 f"first_expert ({first_expert}) and num_local_experts ({num_local}) must name at least one expert and "
                 f"stay within num_experts ({config.num_experts})"

@@ -20,6 +20,7 @@ KERNELS = ("up", "down", "grad_hidden", "grad_rows", "grad_down", "grad_gate_up"
 """The matrix kernels of the Triton back-end; see ``triton_tiles.TileSet``."""
 
 _CHANGEABLE: dict[str, type] = {"band": int, "flatten": bool, "num_stages": int, "ring": int}
+_MOST = {"band": 1024, "num_stages": 8}
 # 0 for the plain kernel; what the specialised kernels take.
 _RINGS = (0, 3, 4)
 _WIDTH_CLASSES = tuple("-".join(parts) for parts in product(("narrow", "wide"), ("small", "medium", "large")))
@@ -125,7 +126,7 @@ def load_table(path: str | Path) -> TileTable:
     """
     try:
         values: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"tiles file {path}: {type(error).__name__}: {error}") from error
     problems = _form_problems(values)
     if not problems:
@@ -173,14 +174,14 @@ _FORMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 def _fault(kernel: str, key: str, value: int | bool) -> str | None:
     """Return what is wrong with this attribute of the tile of a kernel, with what would be right, or None."""
     valid = {name: kind for name, kind in _CHANGEABLE.items() if (kernel, name) != ("grad_hidden", "ring")}
-    if type(value) is not valid.get(key):
-        return (
-            f"{key} = {value!r} is not one of {', '.join(f'{name} ({kind.__name__})' for name, kind in valid.items())}"
-        )
+    if key not in valid:
+        return f"{key!r} is not one of {', '.join(valid)}"
+    if type(value) is not valid[key]:
+        return f"{key} ({value!r}) must be {'true or false' if valid[key] is bool else 'a whole number'}"
     if key == "ring" and value not in _RINGS:
         return f"ring ({value}) must be one of {', '.join(map(str, _RINGS))}"
-    if key in ("band", "num_stages") and value < 1:
-        return f"{key} ({value}) must be at least 1"
+    if key in _MOST and not 1 <= value <= _MOST[key]:
+        return f"{key} ({value}) must be from 1 to {_MOST[key]}"
     return None
 
 

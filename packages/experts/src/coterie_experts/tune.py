@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from coterie_experts.grouped_swiglu.alignment import width_obstacle
+from coterie_experts.grouped_swiglu.requirements import width_obstacle
 from coterie_experts.tables import KERNELS, TileTable, shape_class, width_class
 
 __all__ = ["SIZES", "LayerSize", "Timer", "candidates", "main", "record"]

@@ -18,6 +18,7 @@ from coterie_experts.deferred import Defer, Deferral, deferral_of
 from coterie_experts.grouped_swiglu import quack_native, reference, te_native, torch_native, triton_native
 from coterie_experts.grouped_swiglu.choice import BackendChoice, choose_backend
 from coterie_experts.grouped_swiglu.replayed import with_deferred_weights
+from coterie_experts.grouped_swiglu.requirements import whole
 from coterie_experts.main_grad import into_main_grad, split_main_grad
 from coterie_experts.tables import TileTable
 
@@ -115,7 +116,7 @@ def grouped_experts(
         table=table,
     )
     deferral = deferral_of(defer_weight_gradients, up=up, down=down, up_bias=up_bias, down_bias=down_bias)
-    inputs = (rows_RD, row_weights_R, offsets_e.contiguous())
+    inputs = (rows_RD, row_weights_R, whole(offsets_e))
     if choice.name == "triton":
         return triton_native.grouped_experts(
             *inputs,

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coterie_experts.deferred import Deferral, Gradients
-from coterie_experts.grouped_swiglu.alignment import whole, width_obstacle
+from coterie_experts.grouped_swiglu.requirements import capability_obstacle, in_one_sentence, whole, width_obstacle
 from coterie_experts.once import needed_inputs, refuse_create_graph
 from coterie_experts.token_rows import order_by_expert
 
@@ -35,22 +35,24 @@ def obstacle(
     bias: bool = False,
 ) -> str | None:
     """Return why this back-end cannot run, with what would work, or None if it can."""
+    found = []
     if activation != "swiglu":
-        return f"it has the activation swiglu, not {activation}"
+        found.append(f"it has the activation swiglu, not {activation}")
     if bias:
-        return "it has no biases"
+        found.append("it has no biases")
     missing = [name for name in ("quack", "triton") if importlib.util.find_spec(name) is None]
     if missing:
         verb = "are" if len(missing) > 1 else "is"
-        return f"{' and '.join(missing)} {verb} not installed; pip install 'coterie-experts[quack]'"
-    if device.type != "meta":
-        if device.type != "cuda":
-            return f"device {device.type} is not cuda"
-        if dtype != torch.bfloat16:
-            return f"it runs torch.bfloat16, not {dtype}"
-        if torch.cuda.get_device_capability(device)[0] != 9:
-            return f"it needs compute capability 9, which {torch.cuda.get_device_name(device)} has not"
-    return width_obstacle(d_model=d_model, d_hidden=d_hidden, dtype=dtype)
+        found.append(f"{' and '.join(missing)} {verb} not installed; pip install 'coterie-experts[quack]'")
+    if device.type not in ("cuda", "meta"):
+        found.append(f"device {device.type} is not cuda")
+    if device.type != "meta" and dtype != torch.bfloat16:
+        found.append(f"it runs torch.bfloat16, not {dtype}")
+    return in_one_sentence(
+        *found,
+        capability_obstacle(device, 9) if device.type == "cuda" else None,
+        width_obstacle(d_model=d_model, d_hidden=d_hidden, dtype=dtype),
+    )
 
 
 def grouped_swiglu(

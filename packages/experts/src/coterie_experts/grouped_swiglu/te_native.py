@@ -18,7 +18,7 @@ from torch import Tensor
 
 from coterie_experts.activation import Activation
 from coterie_experts.grouped_swiglu import reference
-from coterie_experts.grouped_swiglu.alignment import width_obstacle
+from coterie_experts.grouped_swiglu.requirements import in_one_sentence, width_obstacle
 from coterie_experts.once import refuse_second_derivative
 
 __all__ = ["grouped_experts", "obstacle"]
@@ -31,18 +31,18 @@ def obstacle(
     *, d_model: int, d_hidden: int, dtype: torch.dtype, device: torch.device, bias: bool = False
 ) -> str | None:
     """Return why this back-end cannot run, with what would work, or None if it can."""
+    found = []
     if bias:
-        return "it has no biases"
+        found.append("it has no biases")
     if importlib.util.find_spec("transformer_engine") is None:
-        return "transformer_engine is not installed; pip install 'coterie-experts[te]'"
-    if device.type != "meta":
-        if device.type != "cuda":
-            return f"device {device.type} is not cuda"
-        if dtype == torch.float32:
-            return "it runs torch.bfloat16 and torch.float16; Transformer Engine multiplies torch.float32 in TF32"
-        if dtype not in (torch.bfloat16, torch.float16):
-            return f"it runs torch.bfloat16 and torch.float16, not {dtype}"
-    return width_obstacle(d_model=d_model, d_hidden=d_hidden, dtype=dtype)
+        found.append("transformer_engine is not installed; pip install 'coterie-experts[te]'")
+    if device.type not in ("cuda", "meta"):
+        found.append(f"device {device.type} is not cuda")
+    if device.type != "meta" and dtype == torch.float32:
+        found.append("it runs torch.bfloat16 and torch.float16; Transformer Engine multiplies torch.float32 in TF32")
+    elif device.type != "meta" and dtype not in (torch.bfloat16, torch.float16):
+        found.append(f"it runs torch.bfloat16 and torch.float16, not {dtype}")
+    return in_one_sentence(*found, width_obstacle(d_model=d_model, d_hidden=d_hidden, dtype=dtype))
 
 
 def grouped_experts(

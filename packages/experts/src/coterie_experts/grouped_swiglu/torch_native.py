@@ -16,7 +16,7 @@ from torch import Tensor
 
 from coterie_experts.activation import Activation
 from coterie_experts.deferred import Deferral, Gradients
-from coterie_experts.grouped_swiglu.alignment import whole, width_obstacle
+from coterie_experts.grouped_swiglu.requirements import capability_obstacle, in_one_sentence, whole, width_obstacle
 from coterie_experts.once import needed_inputs, refuse_create_graph
 
 __all__ = ["grouped_experts", "obstacle"]
@@ -24,16 +24,22 @@ __all__ = ["grouped_experts", "obstacle"]
 
 def obstacle(*, d_model: int, d_hidden: int, dtype: torch.dtype, device: torch.device) -> str | None:
     """Return why this back-end cannot run, with what would work, or None if it can."""
-    allowed = {"cpu": (torch.float32,), "cuda": (torch.bfloat16,)}
-    if device.type != "meta":
-        if device.type not in allowed:
-            return f"device {device.type} is not one of {', '.join(allowed)}"
-        if dtype not in allowed[device.type]:
-            return f"it runs {allowed[device.type][0]} on {device.type}, not {dtype}"
-        # Other dtypes and other GPUs take a loop inside torch that reads the offsets on the host.
-        if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in (9, 10):
-            return f"it needs compute capability 9 or 10, which {torch.cuda.get_device_name(device)} has not"
-    return width_obstacle(d_model=d_model, d_hidden=d_hidden, dtype=dtype)
+    return in_one_sentence(
+        *_device_obstacles(dtype, device), width_obstacle(d_model=d_model, d_hidden=d_hidden, dtype=dtype)
+    )
+
+
+def _device_obstacles(dtype: torch.dtype, device: torch.device) -> list[str | None]:
+    if device.type == "meta":
+        return []
+    allowed = {"cpu": torch.float32, "cuda": torch.bfloat16}
+    if device.type not in allowed:
+        return [f"device {device.type} is not one of {', '.join(allowed)}"]
+    # Other dtypes and other GPUs take a loop inside torch that reads the offsets on the host.
+    found = [capability_obstacle(device, 9, 10) if device.type == "cuda" else None]
+    if dtype != allowed[device.type]:
+        found.append(f"it runs {allowed[device.type]} on {device.type}, not {dtype}")
+    return found
 
 
 def grouped_experts(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from coterie_experts.activation import Activation
 from coterie_experts.deferred import Deferral, Gradients
-from coterie_experts.grouped_swiglu.alignment import whole, width_obstacle
+from coterie_experts.grouped_swiglu.requirements import capability_obstacle, in_one_sentence, whole, width_obstacle
 from coterie_experts.main_grad import kernel_main_grad
 from coterie_experts.once import captured_inputs, graph_is_kept, needed_inputs, refuse_create_graph
 from coterie_experts.tables import TileTable
@@ -40,22 +40,24 @@ def obstacle(*, d_model: int, d_hidden: int, dtype: torch.dtype, device: torch.d
     """Return why this back-end cannot run, with what would work, or None if it can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
+    found = []
     if device.type == "cpu":
         # Asked of the kernels themselves, for Triton decides when it defines them.
         from coterie_experts.grouped_swiglu import triton_layout
 
         if triton_layout.COMPILED:
-            return "on cpu it runs in Triton's interpreter alone, for tests (TRITON_INTERPRET=1)"
-        if dtype != torch.float32:
-            return f"Triton's interpreter runs torch.float32, not {dtype}"
-    elif device.type != "meta":
-        if device.type != "cuda":
-            return f"device {device.type} is not cuda"
-        if dtype != torch.bfloat16:
-            return f"it runs torch.bfloat16 on cuda, not {dtype}"
-        if torch.cuda.get_device_capability(device)[0] != 9:
-            return f"it needs compute capability 9, which {torch.cuda.get_device_name(device)} has not"
-    return width_obstacle(d_model=d_model, d_hidden=d_hidden, dtype=dtype)
+            found.append("on cpu it runs in Triton's interpreter alone, for tests (TRITON_INTERPRET=1)")
+        elif dtype != torch.float32:
+            found.append(f"Triton's interpreter runs torch.float32, not {dtype}")
+    elif device.type not in ("cuda", "meta"):
+        found.append(f"device {device.type} is not cuda")
+    elif device.type == "cuda" and dtype != torch.bfloat16:
+        found.append(f"it runs torch.bfloat16 on cuda, not {dtype}")
+    return in_one_sentence(
+        *found,
+        capability_obstacle(device, 9) if device.type == "cuda" else None,
+        width_obstacle(d_model=d_model, d_hidden=d_hidden, dtype=dtype),
+    )
 
 
 def grouped_experts(

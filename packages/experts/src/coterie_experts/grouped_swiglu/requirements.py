@@ -1,9 +1,9 @@
-"""What kernels that load 16 bytes at a time ask of widths and of memory."""
+"""What kernels ask of a GPU, of widths and of memory; most load 16 bytes at a time."""
 
 import torch
 from torch import Tensor
 
-__all__ = ["whole", "width_obstacle"]
+__all__ = ["capability_obstacle", "in_one_sentence", "whole", "width_obstacle"]
 
 
 def width_obstacle(*, d_model: int, d_hidden: int, dtype: torch.dtype) -> str | None:
@@ -13,6 +13,22 @@ def width_obstacle(*, d_model: int, d_hidden: int, dtype: torch.dtype) -> str | 
     if wrong:
         return f"{' and '.join(wrong)} must be a multiple of {multiple} for {dtype} (rows of 16 bytes)"
     return None
+
+
+def capability_obstacle(device: torch.device, *majors: int) -> str | None:
+    """Return why this CUDA device is none of these compute capabilities, or None if it is one."""
+    try:
+        if torch.cuda.get_device_capability(device)[0] in majors:
+            return None
+    except (RuntimeError, AssertionError) as error:
+        return f"torch finds no such device ({str(error).splitlines()[0]})"
+    wanted = " or ".join(map(str, majors))
+    return f"it needs compute capability {wanted}, which {torch.cuda.get_device_name(device)} has not"
+
+
+def in_one_sentence(*obstacles: str | None) -> str | None:
+    """Return those that there are, or None if there are none."""
+    return "; ".join(one for one in obstacles if one is not None) or None
 
 
 def whole(tensor: Tensor) -> Tensor:
