@@ -17,7 +17,11 @@ _RELU_SQUARED = Activation(name="relu_squared")
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Rows in expert order; ``why`` says which fault it finds. Widths are multiples of 8, what 16-byte rows need."""
+    """Rows in expert order; ``why`` says which fault it finds. Widths are multiples of 8, what 16-byte rows need.
+
+    ``signed_weights`` are of both signs, and some are zero; ``all_uses`` checks also the ways in which a caller
+    differentiates and adds up (see ``passes.py`` and ``sums.py``), in some thirty runs.
+    """
 
     name: str
     why: str
@@ -27,11 +31,14 @@ class Case:
     rows_past_the_end: int = 0
     activation: Activation = field(default_factory=Activation)
     bias: bool = False
+    rows_std: float = 1.0
+    signed_weights: bool = False
+    all_uses: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenCase:
-    """Tokens with ``top_k`` of ``num_experts`` experts each, ``num_dropped`` of all choices set to -1."""
+    """Tokens with ``top_k`` of ``num_experts`` experts each, ``num_dropped`` of all choices set to -1; see ``Case``."""
 
     name: str
     why: str
@@ -43,6 +50,8 @@ class TokenCase:
     d_hidden: int = 24
     activation: Activation = field(default_factory=Activation)
     bias: bool = False
+    signed_weights: bool = False
+    all_uses: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +81,23 @@ CASES = (
         counts=(5, 0, 6),
         rows_past_the_end=7,
     ),
+    Case(name="uses", why="how it is differentiated", counts=(5, 0, 6), rows_past_the_end=2, all_uses=True),
+    Case(name="signed", why="row weights below zero, and of zero", counts=(7, 0, 12), signed_weights=True),
+    Case(name="large", why="gates that are shut or wide open", counts=(5, 0, 7), rows_std=64.0),
     Case(name="only_past_the_end", why="capacity without a row", counts=(0, 0), rows_past_the_end=4),
     Case(name="wide_hidden", why="more hidden units than model width", counts=(10, 11), d_model=8, d_hidden=72),
     Case(name="wide_model", why="less", counts=(10, 11), d_model=136, d_hidden=8),
     Case(name="bias", why="biases, and their gradients", counts=(9, 0, 5), rows_past_the_end=3, bias=True),
     Case(name="clamped", why="gradients stop at the clamp", counts=(9, 0, 5), activation=_CLAMPED),
-    Case(name="clamped_bias", why="gpt-oss", counts=(9, 0, 5), rows_past_the_end=3, activation=_CLAMPED, bias=True),
+    Case(
+        name="clamped_bias",
+        why="gpt-oss",
+        counts=(9, 0, 5),
+        rows_past_the_end=3,
+        activation=_CLAMPED,
+        bias=True,
+        all_uses=True,
+    ),
     Case(name="relu_squared", why="no gate", counts=(9, 0, 5), activation=_RELU_SQUARED),
     Case(name="relu_squared_bias", why="no gate", counts=(9, 0, 5), activation=_RELU_SQUARED, bias=True),
 )
@@ -85,6 +105,23 @@ CASES = (
 TOKEN_CASES = (
     TokenCase(name="tokens", why="the order of rows and of the sum", num_tokens=33, top_k=3, num_experts=8),
     TokenCase(name="dropped", why="ids of -1", num_tokens=10, top_k=2, num_experts=4, num_dropped=3),
+    TokenCase(
+        name="token_uses",
+        why="how it is differentiated",
+        num_tokens=7,
+        top_k=2,
+        num_experts=4,
+        num_dropped=3,
+        all_uses=True,
+    ),
+    TokenCase(
+        name="signed_tokens",
+        why="weights below zero, and of zero",
+        num_tokens=8,
+        top_k=2,
+        num_experts=3,
+        signed_weights=True,
+    ),
     TokenCase(name="all_experts", why="K = E", num_tokens=7, top_k=5, num_experts=5),
     TokenCase(name="single", why="T = K = E = 1", num_tokens=1, top_k=1, num_experts=1),
     TokenCase(name="no_tokens", why="T = 0", num_tokens=0, top_k=2, num_experts=4),
@@ -121,8 +158,8 @@ def make_tensors(case: Case) -> dict[str, Tensor]:
         return torch.randn(shape, generator=generator) * std
 
     tensors = {
-        "rows": normal(num_rows, case.d_model),
-        "row_weights": torch.rand(num_rows, generator=generator) + 0.1,
+        "rows": normal(num_rows, case.d_model, std=case.rows_std),
+        "row_weights": _weights(case, num_rows, generator=generator),
         "up": normal(num_experts, d_pre, case.d_model, std=case.d_model**-0.5),
         "down": normal(num_experts, case.d_model, case.d_hidden, std=case.d_hidden**-0.5),
     }
@@ -140,7 +177,7 @@ def make_tokens(case: TokenCase) -> TokenTensors:
     sizes = (case.num_experts, case.d_model, case.d_hidden)
     up_name, d_pre = ("gate_up", 2 * case.d_hidden) if case.activation.is_gated else ("up", case.d_hidden)
     x_TD = torch.randn(case.num_tokens, case.d_model, generator=generator)
-    weights_TK = torch.rand(shape, generator=generator) + 0.1
+    weights_TK = _weights(case, *shape, generator=generator)
     parameters = {
         up_name: torch.randn(sizes[0], d_pre, sizes[1], generator=generator) * case.d_model**-0.5,
         "down": torch.randn(sizes, generator=generator) * case.d_hidden**-0.5,
@@ -157,3 +194,12 @@ def make_tokens(case: TokenCase) -> TokenTensors:
         parameters=parameters,
         grad_y_TD=torch.randn(case.num_tokens, case.d_model, generator=generator),
     )
+
+
+def _weights(case: Case | TokenCase, *shape: int, generator: torch.Generator) -> Tensor:
+    weights = torch.rand(shape, generator=generator) + 0.1
+    if case.signed_weights:
+        # Not the rows that hold NaN in the check of padding.
+        number = torch.arange(weights.numel()).view(shape)
+        weights = torch.where(number % 2 == 0, -weights, weights).masked_fill(number % 3 == 1, 0)
+    return weights

@@ -1,15 +1,18 @@
 """Run a back-end on the cases and compare every output and every gradient with the ground truth."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from coterie_experts.activation import Activation
 from coterie_experts.config import Backend, ExpertsConfig
 from coterie_experts.conformance.cases import CASES, TOKEN_CASES, Case, TokenCase, make_tensors, make_tokens
+from coterie_experts.conformance.passes import pass_problems
 from coterie_experts.conformance.reference import plain_experts
+from coterie_experts.conformance.runs import Function, Tensors, Trial, differences, run
+from coterie_experts.conformance.sums import deferral_problems, main_grad_problems, sum_problems
 from coterie_experts.deferred import Defer
 from coterie_experts.grouped_swiglu import choose_backend, grouped_experts
 from coterie_experts.module import GroupedExperts
@@ -17,10 +20,6 @@ from coterie_experts.token_rows import order_by_expert, rows_from_tokens, sum_ov
 
 __all__ = ["case_problems", "conformance_problems", "refusal", "token_case_problems"]
 
-Tensors = dict[str, Tensor]
-"""The arguments of one run, or its output ("y") and the gradient of each of its leaves."""
-
-_PER_ROW = ("rows", "row_weights", "grad_y")
 _NAN = float("nan")
 
 
@@ -84,70 +83,32 @@ def case_problems(
 ) -> list[str]:
     """Return a sentence for every way in which ``backend`` breaks the contract of ``grouped_experts`` on one case."""
     values = {name: _rounded(name, value, device, dtype) for name, value in make_tensors(case).items()}
-    exact = _run(_plain(case), {name: value.double() for name, value in values.items()})
-    plain = _run(_plain(case), values)
-    ours = _ours(backend, case)
-    first = _run(ours, values)
+    trial = Trial.of(partial(_ours, backend, case), _plain(case), values)
+    ours, first = trial.ours(None), trial.first
 
-    found = [f"values: {problem}" for problem in _beyond_rounding(first, plain, exact)]
+    found = [f"values: {problem}" for problem in trial.beyond_rounding(first)]
     idle = [expert for expert, count in enumerate(case.counts) if count == 0]
     for name in ("up", "down", "up_bias", "down_bias"):
         if name in first and bool((first[name][idle] != 0).any()):
             found.append(f"values: the gradient of {name} is not zero for an expert without rows")
-    strided = _run(ours, {name: _strided(value) if name in _PER_ROW else value for name, value in values.items()})
-    found += [f"strides: {problem}" for problem in _beyond_rounding(strided, plain, exact)]
+    strided = run(ours, {name: _strided(value) for name, value in values.items()})
+    found += [f"strides: {problem}" for problem in trial.beyond_rounding(strided)]
     for _ in range(repeats):
-        found += [f"repeated: {problem}" for problem in _differences(_run(ours, values), first)]
-    found += _main_grad_problems(ours, values, first)
-    found += _deferral_problems(partial(_ours, backend, case), values, first)
+        found += [f"repeated: {problem}" for problem in differences(run(ours, values), first)]
+    found += main_grad_problems(trial)
+    found += deferral_problems(trial)
     found += _padding_problems(ours, values, case)
+    if case.all_uses:
+        found += _all_uses(trial, backend)
     # The same fault in twenty runs is one fault.
     return [f"{case.name}: {problem}" for problem in dict.fromkeys(found)]
 
 
-def _main_grad_problems(ours: Callable[[Tensors], Tensor], values: Tensors, first: Tensors) -> list[str]:
-    main_grads = {
-        name: torch.full(value.shape, 0.5, dtype=torch.promote_types(value.dtype, torch.float32), device=value.device)
-        for name, value in values.items()
-        if name not in _PER_ROW
-    }
-    found = []
-    run = _run(ours, values, main_grads)
-    for name, main_grad in main_grads.items():
-        if name in run:
-            found.append(f"main_grad: the gradient of {name} went to grad")
-        gradient = first[name].to(main_grad.dtype)
-        # Adding 0.5 and taking it off costs half a unit each; what it is compared with was rounded to the dtype.
-        size = _largest(gradient)
-        allowed = torch.finfo(main_grad.dtype).eps * (0.5 + size) + torch.finfo(first[name].dtype).eps * size
-        error = _largest(main_grad - 0.5 - gradient)
-        if not error <= allowed:
-            found.append(f"main_grad: the sum of {name} is off by {error:.3g}, where {allowed:.3g} is rounding")
-    return found
+def _all_uses(trial: Trial, backend: Backend) -> list[str]:
+    return [*pass_problems(trial, is_differentiable_twice=backend == "reference"), *sum_problems(trial)]
 
 
-def _deferral_problems(
-    ours: Callable[[Defer], Callable[[Tensors], Tensor]], values: Tensors, first: Tensors
-) -> list[str]:
-    """Weight gradients come when they are asked for, once, with the bits that they have otherwise."""
-    kept: list[Callable[[], None]] = []
-    leaves: Tensors = {}
-    before = _run(ours(kept.append), values, leaves=leaves)
-    found = [f"{name} came with the backward pass" for name in before if name != "y" and name not in _PER_ROW]
-    if len(kept) != 1:
-        return [f"deferred: {len(kept)} functions were handed over, not 1"]
-    kept[0]()
-    after = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
-    found += _differences({**after, "y": before["y"]}, first)
-    try:
-        kept[0]()
-        found.append("the function can be called twice")
-    except RuntimeError:
-        pass
-    return [f"deferred: {problem}" for problem in found]
-
-
-def _padding_problems(ours: Callable[[Tensors], Tensor], values: Tensors, case: Case) -> list[str]:
+def _padding_problems(ours: Function, values: Tensors, case: Case) -> list[str]:
     """Rows of weight zero, and rows past the end, hold NaN: everything is as if they held numbers."""
     used = sum(case.counts)
     is_zero_R = torch.zeros(values["rows"].shape[0], dtype=torch.bool, device=values["rows"].device)
@@ -160,12 +121,12 @@ def _padding_problems(ours: Callable[[Tensors], Tensor], values: Tensors, case: 
         "grad_y": clean["grad_y"].masked_fill((is_zero_R | is_past_R)[:, None], _NAN),
         "row_weights": clean["row_weights"].masked_fill(is_past_R, _NAN),
     }
-    expected, got = _run(ours, clean), _run(ours, dirty)
+    expected, got = run(ours, clean), run(ours, dirty)
     # The weight of a clean row has a true gradient, that of a NaN row zero.
     expected["row_weights"] = expected["row_weights"].masked_fill(is_zero_R, 0)
     for name in ("y", "rows"):
         expected[name] = expected[name].masked_fill((is_zero_R | is_past_R)[:, None], 0)
-    return [f"NaN in padding: {problem}" for problem in _differences(got, expected)]
+    return [f"NaN in padding: {problem}" for problem in differences(got, expected)]
 
 
 def token_case_problems(
@@ -203,8 +164,12 @@ def token_case_problems(
         }.items()
     }
 
-    def whole(t: Tensors) -> Tensor:
+    def whole(defer: Defer | None) -> Function:
+        return partial(forward_tokens, defer)
+
+    def forward_tokens(defer: Defer | None, t: Tensors) -> Tensor:
         _set_weights(experts, t, tokens.parameters)
+        experts.defer_weight_gradients = defer
         return experts.forward_tokens(t["x"], ids_TK, t["weights"])
 
     def in_steps(t: Tensors) -> Tensor:
@@ -213,18 +178,18 @@ def token_case_problems(
         row_weights_N = t["weights"].flatten().index_select(0, order.slot_of_row_N)
         return sum_over_choices(experts(rows_from_tokens(t["x"], order), row_weights_N, order.offsets_e), order)
 
-    first = _run(whole, values)
-    found = [f"in steps: {problem}" for problem in _differences(first, _run(in_steps, values))]
-    loop = _token_loop(ids_TK, config.activation_function)
-    exact = _run(loop, {name: value.double() for name, value in values.items()})
-    found += [f"values: {problem}" for problem in _beyond_rounding(first, _run(loop, values), exact)]
+    trial = Trial.of(whole, _token_loop(ids_TK, config.activation_function), values)
+    found = [f"in steps: {problem}" for problem in differences(trial.first, run(in_steps, values))]
+    found += [f"values: {problem}" for problem in trial.beyond_rounding(trial.first)]
     is_dropped_TK = ids_TK < 0
     dirty = {
         **values,
         "x": values["x"].masked_fill(is_dropped_TK.all(dim=1, keepdim=True), _NAN),
         "weights": values["weights"].masked_fill(is_dropped_TK, _NAN),
     }
-    found += [f"NaN in what is not routed: {p}" for p in _differences(_run(whole, dirty), first)]
+    found += [f"NaN in what is not routed: {p}" for p in differences(run(whole(None), dirty), trial.first)]
+    if case.all_uses:
+        found += _all_uses(trial, backend)
     return [f"{case.name}: {problem}" for problem in found]
 
 
@@ -233,10 +198,10 @@ def _set_weights(experts: GroupedExperts, t: Tensors, names: Iterable[str]) -> N
         setattr(experts, name, t[name])
 
 
-def _token_loop(ids_TK: Tensor, activation: Activation) -> Callable[[Tensors], Tensor]:
+def _token_loop(ids_TK: Tensor, activation: Activation) -> Function:
     """Run each expert on the tokens that chose it; the sum is in float32 at least."""
 
-    def run(t: Tensors) -> Tensor:
+    def call(t: Tensors) -> Tensor:
         y_TD = torch.zeros_like(t["x"], dtype=t["weights"].dtype)
         up_name = "gate_up" if activation.is_gated else "up"
         biases = {name: t[given] for name, given in (("up_bias", f"{up_name}_bias"), ("down_bias",) * 2) if given in t}
@@ -254,11 +219,11 @@ def _token_loop(ids_TK: Tensor, activation: Activation) -> Callable[[Tensors], T
             y_TD = y_TD.index_add(0, token_R, out_RD.to(y_TD.dtype))
         return y_TD.to(t["x"].dtype)
 
-    return run
+    return call
 
 
-def _ours(backend: Backend, case: Case, defer: Defer | None = None) -> Callable[[Tensors], Tensor]:
-    def run(t: Tensors) -> Tensor:
+def _ours(backend: Backend, case: Case, defer: Defer | None = None) -> Function:
+    def call(t: Tensors) -> Tensor:
         offsets_e = torch.tensor(case.counts, device=t["rows"].device).cumsum(0).to(torch.int32)
         return grouped_experts(
             t["rows"],
@@ -273,42 +238,17 @@ def _ours(backend: Backend, case: Case, defer: Defer | None = None) -> Callable[
             defer_weight_gradients=defer,
         )
 
-    return run
+    return call
 
 
-def _plain(case: Case) -> Callable[[Tensors], Tensor]:
-    def run(t: Tensors) -> Tensor:
+def _plain(case: Case) -> Function:
+    def call(t: Tensors) -> Tensor:
         biases = {"up_bias": t.get("up_bias"), "down_bias": t.get("down_bias")}
         return plain_experts(
             t["rows"], t["row_weights"], case.counts, t["up"], t["down"], activation=case.activation, **biases
         )
 
-    return run
-
-
-def _run(
-    function: Callable[[Tensors], Tensor],
-    values: Tensors,
-    main_grads: Tensors | None = None,
-    leaves: Tensors | None = None,
-) -> Tensors:
-    """Return y and the gradient of each value but grad_y, by its name.
-
-    Leaves are fresh, with the same strides; they are put in ``leaves`` where that is given.
-    """
-    fresh: Tensors = {} if leaves is None else leaves
-    for name, value in values.items():
-        if name == "grad_y":
-            continue
-        fresh[name] = nn.Parameter(value.detach())
-        if main_grads is not None and name in main_grads:
-            fresh[name].main_grad = main_grads[name]  # type: ignore[attr-defined]
-    y = function(fresh)
-    # A hook, because torch imports sympy (seconds in every process) to check explicit output gradients.
-    y.register_hook(lambda _: values["grad_y"])  # type: ignore[no-untyped-call]
-    y.sum().backward()  # type: ignore[no-untyped-call]
-    gradients = {name: leaf.grad for name, leaf in fresh.items()}
-    return {"y": y.detach(), **{name: one for name, one in gradients.items() if one is not None}}
+    return call
 
 
 def _rounded(name: str, value: Tensor, device: torch.device | str, dtype: torch.dtype) -> Tensor:
@@ -319,38 +259,3 @@ def _rounded(name: str, value: Tensor, device: torch.device | str, dtype: torch.
 def _strided(value: Tensor) -> Tensor:
     """Return the same numbers with a gap after each of them."""
     return torch.stack((value, torch.full_like(value, _NAN)), dim=-1)[..., 0]
-
-
-def _largest(value: Tensor) -> float:
-    return float(value.abs().max()) if value.numel() > 0 else 0.0
-
-
-def _beyond_rounding(got: Tensors, plain: Tensors, exact: Tensors) -> list[str]:
-    """Allow twice the largest error of the plain loop in the same dtype, and a few units of the largest value.
-
-    The units are for small cases, where the loop's error may be small by luck, and for other orders of summation.
-    """
-    is_wide = plain["y"].dtype in (torch.float32, torch.float64)
-    unit = torch.finfo(torch.float32 if is_wide else plain["y"].dtype).eps
-    found = []
-    for name, truth in exact.items():
-        if name not in got or got[name].shape != truth.shape or got[name].dtype != plain[name].dtype:
-            found.append(
-                f"{name} is missing, or has another shape or dtype than {tuple(truth.shape)} {plain[name].dtype}"
-            )
-            continue
-        error, allowed = (_largest(one[name].double() - truth) for one in (got, plain))
-        # The gradient of a row weight is a sum over H here and over D in the loop.
-        units = (16 if name in ("row_weights", "weights") else 4) if is_wide else 1
-        allowed = 2 * allowed + units * unit * _largest(truth)
-        if not error <= allowed:
-            found.append(f"{name} is off by {error:.3g}, where {allowed:.3g} is rounding")
-    return found
-
-
-def _differences(got: Tensors, expected: Tensors) -> list[str]:
-    return [
-        f"{name} has other bits in {int((~(got[name] == expected[name])).sum())} places"
-        for name in expected
-        if not torch.equal(got[name], expected[name])
-    ]
