@@ -20,7 +20,7 @@ class Case:
     """Rows in expert order; ``why`` says which fault it finds. Widths are multiples of 8, what 16-byte rows need.
 
     ``signed_weights`` are of both signs, and some are zero; ``all_uses`` checks also the ways in which a caller
-    differentiates and adds up (see ``passes.py`` and ``sums.py``), in some thirty runs.
+    differentiates and adds up (see ``passes.py``), in some thirty runs.
     """
 
     name: str

@@ -9,10 +9,10 @@ from torch import Tensor
 from coterie_experts.activation import Activation
 from coterie_experts.config import Backend, ExpertsConfig
 from coterie_experts.conformance.cases import CASES, TOKEN_CASES, Case, TokenCase, make_tensors, make_tokens
-from coterie_experts.conformance.passes import pass_problems
+from coterie_experts.conformance.passes import use_problems
 from coterie_experts.conformance.reference import plain_experts
 from coterie_experts.conformance.runs import Function, Tensors, Trial, differences, run
-from coterie_experts.conformance.sums import deferral_problems, main_grad_problems, sum_problems
+from coterie_experts.conformance.sums import deferral_problems, main_grad_problems
 from coterie_experts.deferred import Defer
 from coterie_experts.grouped_swiglu import choose_backend, grouped_experts
 from coterie_experts.module import GroupedExperts
@@ -99,13 +99,9 @@ def case_problems(
     found += deferral_problems(trial)
     found += _padding_problems(ours, values, case)
     if case.all_uses:
-        found += _all_uses(trial, backend)
+        found += use_problems(trial, is_differentiable_twice=backend == "reference")
     # The same fault in twenty runs is one fault.
     return [f"{case.name}: {problem}" for problem in dict.fromkeys(found)]
-
-
-def _all_uses(trial: Trial, backend: Backend) -> list[str]:
-    return [*pass_problems(trial, is_differentiable_twice=backend == "reference"), *sum_problems(trial)]
 
 
 def _padding_problems(ours: Function, values: Tensors, case: Case) -> list[str]:
@@ -189,7 +185,7 @@ def token_case_problems(
     }
     found += [f"NaN in what is not routed: {p}" for p in differences(run(whole(None), dirty), trial.first)]
     if case.all_uses:
-        found += _all_uses(trial, backend)
+        found += use_problems(trial, is_differentiable_twice=backend == "reference")
     return [f"{case.name}: {problem}" for problem in found]
 
 

@@ -1,4 +1,7 @@
-"""Checks of the ways in which a caller differentiates: layouts, frozen inputs, passes for some, again, and twice."""
+"""Checks of the ways in which a caller differentiates: layouts, frozen inputs, for some, again, twice; and adds up."""
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,26 +18,35 @@ from coterie_experts.conformance.runs import (
     loss_of,
     run,
 )
-from coterie_experts.conformance.sums import new_main_grads, wrong_sums
+from coterie_experts.conformance.sums import new_main_grads, sum_problems, wrong_sums
 
-__all__ = ["pass_problems"]
+__all__ = ["use_problems"]
 
 
-def pass_problems(trial: Trial, *, is_differentiable_twice: bool) -> list[str]:
-    """Return a sentence for every way of running and differentiating that gives something else.
+def use_problems(trial: Trial, *, is_differentiable_twice: bool) -> list[str]:
+    """Return a sentence for every way of differentiating and adding up that gives something else, or that raises.
 
     Args:
         trial: without row weights of zero.
         is_differentiable_twice: ``create_graph=True`` may not be refused.
     """
-    return [
-        *_layout_problems(trial),
-        *_problems_without_gradients(trial),
-        *_frozen_problems(trial),
-        *_problems_of_some_inputs(trial),
-        *_problems_of_kept_graphs(trial),
-        *_problems_of_second_derivatives(trial, is_differentiable_twice=is_differentiable_twice),
-    ]
+    checks: dict[str, Callable[[Trial], list[str]]] = {
+        "other layouts": _layout_problems,
+        "no gradients": _problems_without_gradients,
+        "frozen inputs": _frozen_problems,
+        "some inputs": _problems_of_some_inputs,
+        "kept graphs": _problems_of_kept_graphs,
+        "second derivatives": partial(_second_derivative_problems, is_differentiable_twice=is_differentiable_twice),
+        "sums": sum_problems,
+    }
+    found = []
+    for what, check in checks.items():
+        try:
+            found += check(trial)
+        except Exception as error:
+            # Of a back-end that does not expect such a caller: the other checks go on.
+            found.append(f"{what}: {type(error).__name__}: {error}")
+    return found
 
 
 def _layout_problems(trial: Trial) -> list[str]:
@@ -51,8 +63,8 @@ def _layout_problems(trial: Trial) -> list[str]:
 def _problems_without_gradients(trial: Trial) -> list[str]:
     ours = trial.ours(None)
     with torch.no_grad():
-        outputs = {"no_grad": ours(dict(leaves_of(trial.values)))}
-    outputs["all frozen"] = ours(dict(leaves_of(trial.values, wanted=())))
+        outputs = {"no_grad": ours(leaves_of(trial.values))}
+    outputs["all frozen"] = ours(leaves_of(trial.values, wanted=()))
     found = [f"{how}: y wants a gradient" for how, y in outputs.items() if y.requires_grad]
     for how, y in outputs.items():
         found += [f"{how}: {problem}" for problem in trial.beyond_rounding({"y": y.detach()}, ["y"])]
@@ -76,7 +88,7 @@ def _problems_of_some_inputs(trial: Trial) -> list[str]:
     """``autograd.grad`` returns what it is asked for and adds nothing; ``backward(inputs=...)`` adds that alone."""
     main_grads = new_main_grads(trial.values)
     leaves = leaves_of(trial.values, main_grads=main_grads)
-    loss = loss_of(trial.ours(None)(dict(leaves)), trial.values)
+    loss = loss_of(trial.ours(None)(leaves), trial.values)
     found = []
     before = _copies(main_grads)
     for name, leaf in leaves.items():
@@ -105,7 +117,7 @@ def _copies(tensors: Tensors) -> Tensors:
 def _problems_of_kept_graphs(trial: Trial) -> list[str]:
     """Each pass through a kept graph gives the bits of the first."""
     leaves = leaves_of(trial.values)
-    loss = loss_of(trial.ours(None)(dict(leaves)), trial.values)
+    loss = loss_of(trial.ours(None)(leaves), trial.values)
     expected = {name: trial.first[name] for name in leaves if name in trial.first}
     found = []
     for number in (1, 2):
@@ -115,7 +127,7 @@ def _problems_of_kept_graphs(trial: Trial) -> list[str]:
     return found
 
 
-def _problems_of_second_derivatives(trial: Trial, *, is_differentiable_twice: bool) -> list[str]:
+def _second_derivative_problems(trial: Trial, *, is_differentiable_twice: bool) -> list[str]:
     """``create_graph=True`` is refused at once, or the second derivatives are right."""
     found = []
     for wanted in leaf_names(trial.values):
@@ -144,7 +156,7 @@ class _Twice:
 
     def __init__(self, function: Function, values: Tensors, wanted: str) -> None:
         self._leaves = leaves_of(values)
-        self._y = function(dict(self._leaves))
+        self._y = function(self._leaves)
         loss = (self._y.square() * values["grad_y"]).sum()
         (gradient,) = torch.autograd.grad(loss, self._leaves[wanted], create_graph=True)
         # Another path to all inputs, by which a pass may come through without the first.

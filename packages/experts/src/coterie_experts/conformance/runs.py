@@ -80,11 +80,9 @@ def leaf_names(values: Tensors) -> list[str]:
     return [name for name in values if name != "grad_y"]
 
 
-def leaves_of(
-    values: Tensors, *, main_grads: Tensors | None = None, wanted: Collection[str] | None = None
-) -> dict[str, nn.Parameter]:
+def leaves_of(values: Tensors, *, main_grads: Tensors | None = None, wanted: Collection[str] | None = None) -> Tensors:
     """Return fresh leaves with the memory of the values, which want a gradient if they are ``wanted`` (or all do)."""
-    leaves = {}
+    leaves: Tensors = {}
     for name in leaf_names(values):
         leaves[name] = nn.Parameter(values[name].detach(), requires_grad=wanted is None or name in wanted)
         if main_grads is not None and name in main_grads:

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from coterie_experts.grouped_swiglu.triton_activation import fast_sigmoid, held_below, held_within
 from coterie_experts.grouped_swiglu.triton_forward import bias_of_columns, expert_and_sources, gathered_rows
+from coterie_experts.grouped_swiglu.triton_layout import mask_of_all
 from coterie_experts.grouped_swiglu.triton_tiles import place_of_tile
 
 __all__ = ["grad_of_hidden", "grad_of_row_weights", "grad_of_weights_by_load", "grad_of_weights_in_turn", "segment"]
@@ -314,7 +315,8 @@ def grad_of_weights_in_turn(
         total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         for step in range(tl.maximum(tl.cdiv(count, DEPTH), 1)):
             row = start + step * DEPTH
-            source = tl.load(counted_ptr + row + steps, mask=step * DEPTH < count, other=-1)
+            is_row = mask_of_all(step * DEPTH < count, steps)
+            source = tl.load(counted_ptr + row + steps, mask=is_row, other=-1)
             left = gathered_rows(gathered_ptr, gathered_stride, source, columns, num_gathered_columns, EVEN)
             right = rows_desc.load([row, first_column])
             total = tl.dot(left.T, right, total, input_precision="ieee")
@@ -358,7 +360,7 @@ def grad_of_weights_by_load(
     steps = tl.arange(0, DEPTH)
     tile = tl.program_id(0)
     expert, start, count = segment(segments_ptr, tile // tiles_of_expert, num_experts)
-    next_source = tl.load(counted_ptr + start + steps, mask=count > 0, other=-1)
+    next_source = tl.load(counted_ptr + start + steps, mask=mask_of_all(count > 0, steps), other=-1)
     while tile < num_tiles:
         # What the next tile needs to begin with is asked for long before this one ends.
         next_tile = tl.atomic_add(counter_ptr, 1) + tl.num_programs(0)
@@ -373,7 +375,7 @@ def grad_of_weights_by_load(
             # One step ahead, so that the gather does not wait for its own indices.
             source = next_source
             next_row = tl.where(row + DEPTH < end, row + DEPTH, next_start)
-            is_row = (row + DEPTH < end) | (next_count > 0)
+            is_row = mask_of_all((row + DEPTH < end) | (next_count > 0), steps)
             next_source = tl.load(counted_ptr + next_row + steps, mask=is_row, other=-1)
             left = gathered_rows(gathered_ptr, gathered_stride, source, columns, num_gathered_columns, EVEN)
             right = rows_desc.load([row, first_column])

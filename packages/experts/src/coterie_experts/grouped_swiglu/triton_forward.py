@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from coterie_experts.grouped_swiglu.triton_activation import fast_sigmoid, held_below, held_within
+from coterie_experts.grouped_swiglu.triton_layout import mask_of_all
 from coterie_experts.grouped_swiglu.triton_tiles import place_of_tile
 
 __all__ = [
@@ -41,7 +42,7 @@ def expert_and_sources(expert_ptr, source_ptr, row_tile, num_row_tiles, inside):
     """Load the expert of a row tile and the sources of its rows; of a tile past the last one nothing (0, and -1)."""
     known = row_tile < num_row_tiles
     expert = tl.load(expert_ptr + row_tile, mask=known, other=0)
-    source = tl.load(source_ptr + row_tile * inside.shape[0] + inside, mask=known, other=-1)
+    source = tl.load(source_ptr + row_tile * inside.shape[0] + inside, mask=mask_of_all(known, inside), other=-1)
     return expert, source
 
 
@@ -211,7 +212,7 @@ def sum_rows_of_tokens(
     total = tl.zeros((COLUMNS,), dtype=tl.float32)
     for choice in tl.static_range(CHOICES):
         position = tl.load(position_ptr + token * CHOICES + choice).to(tl.int64)
-        row = tl.load(rows_ptr + position * num_columns + columns, mask=inside & (position >= 0), other=0.0)
+        row = tl.load(rows_ptr + position * num_columns + columns, mask=tl.where(position >= 0, inside, False), other=0.0)
         total += row.to(tl.float32)
     tl.store(out_ptr + token * out_stride + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
 

@@ -3,6 +3,9 @@
 Products and sums are rounded for themselves (no fused multiply-add) and sums run in the order of the choices, so these
 kernels give the bits of the reference; only the sum over D in the gradient of a weight runs in another order. No two
 programs write to one place.
+
+Masks of tensor and number are `tl.where(number, tensor, False)`: with `&` they are integers in the interpreter of Triton
+3.9, which refuses them.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, untyped-decorator"
@@ -121,7 +124,7 @@ def _clear_rows_past_the_end(token, offsets_ptr, rows_ptr, width, num_experts, K
             for start in range(0, width, BLOCK):
                 columns = start + tl.arange(0, BLOCK)
                 zeros = tl.zeros((BLOCK,), rows_ptr.dtype.element_ty)
-                mask = (columns < width) & (row >= num_rows)
+                mask = tl.where(row >= num_rows, columns < width, False)
                 tl.store(rows_ptr + _address(row, width, columns), zeros, mask=mask)
 
 
@@ -155,7 +158,7 @@ def _permute(
                 tl.store(
                     rows_ptr + _address(row, width, columns),
                     value,
-                    mask=inside & (row >= 0),
+                    mask=tl.where(row >= 0, inside, False),
                     eviction_policy="evict_first",
                 )
     _clear_rows_past_the_end(token, offsets_ptr, rows_ptr, width, num_experts, K, BLOCK)
@@ -172,7 +175,8 @@ def _unpermute(rows_ptr, weights_ptr, row_ptr, y_ptr, width, K: tl.constexpr, GR
             for offset in tl.static_range(GROUP):
                 choice = first + offset
                 row = tl.load(row_ptr + token * K + choice, mask=choice < K, other=-1)
-                value = tl.load(rows_ptr + _address(row, width, columns), mask=inside & (row >= 0), other=0)
+                is_here = tl.where(row >= 0, inside, False)
+                value = tl.load(rows_ptr + _address(row, width, columns), mask=is_here, other=0)
                 term = value.to(tl.float32)
                 if weights_ptr is not None:
                     # Masked, since the weight of a choice that is not routed may be NaN.

@@ -19,7 +19,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from coterie_experts.grouped_swiglu.specialised.ring import ENDED, descriptor, mark, next_stage, stage_before
+from coterie_experts.grouped_swiglu.specialised.ring import (
+    ENDED,
+    descriptor,
+    load_block,
+    load_elements,
+    mark,
+    next_stage,
+    stage_before,
+    store_block,
+)
 from coterie_experts.grouped_swiglu.triton_backward import segment
 from coterie_experts.grouped_swiglu.triton_layout import PaddedLayout
 from coterie_experts.grouped_swiglu.triton_tiles import Tile, place_of_tile
@@ -111,12 +120,12 @@ def _gather_operands(
             mbarrier.wait(empty.index(stage), phase ^ 1)
             bar = ready.index(stage)
             mbarrier.expect(bar, rows_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(rows_desc, [row, column_tile * COLUMNS], bar, rows_buffer.index(stage))
+            load_block(rows_desc, [row, column_tile * COLUMNS], bar, rows_buffer.index(stage))
             taken = gathered_ptr + first_column + source.to(gl.int64)[:, None] * stride + columns
             mask = (source >= 0)[:, None]
             # What the mask leaves out becomes zeros.
-            async_copy.async_copy_global_to_shared(gathered_buffer.index(2 * stage), taken, mask)
-            async_copy.async_copy_global_to_shared(gathered_buffer.index(2 * stage + 1), taken + HALF, mask)
+            load_elements(gathered_buffer.index(2 * stage), taken, mask)
+            load_elements(gathered_buffer.index(2 * stage + 1), taken + HALF, mask)
             async_copy.mbarrier_arrive(bar, increment_count=False)
             row += DEPTH
             stage, phase = next_stage(stage, phase, STAGES)
@@ -228,7 +237,7 @@ def _multiply_half(
                     mbarrier.expect(bar, out_desc.block_type.nbytes, pred=step == 0)
                     from_column = column + part * WIDTH
                     where = [expert, from_column, row] if TRANSPOSED else [expert, row, from_column]
-                    tma.async_copy_global_to_shared(out_desc, where, bar, out_buffer.index(slot), pred=step == 0)
+                    load_block(out_desc, where, bar, out_buffer.index(slot), pred=step == 0)
             stage, phase = next_stage(stage, phase, STAGES)
         if ADDS:
             # Beside the last product.
@@ -260,7 +269,7 @@ def _multiply_half(
             fence_async_shared()
             to_column = column + part * WIDTH
             where = [expert, to_column, row] if TRANSPOSED else [expert, row, to_column]
-            tma.async_copy_shared_to_global(out_desc, where, out)
+            store_block(out_desc, where, out)
         present_phase ^= 1
         tile = next_tile
         expert = next_expert

@@ -19,7 +19,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from coterie_experts.grouped_swiglu.specialised.ring import ENDED, descriptor, mark, next_stage, stage_before
+from coterie_experts.grouped_swiglu.specialised.ring import (
+    ENDED,
+    descriptor,
+    load_block,
+    mark,
+    next_stage,
+    stage_before,
+    store_block,
+)
 from coterie_experts.grouped_swiglu.triton_layout import PaddedLayout
 from coterie_experts.grouped_swiglu.triton_tiles import Tile, place_of_tile
 
@@ -61,12 +69,12 @@ def _ask_for_operands(
             bar = ready.index(stage)
             mbarrier.expect(bar, 2 * rows_desc.block_type.nbytes + weights_desc.block_type.nbytes)
             depth = step * DEPTH
-            tma.async_copy_global_to_shared(rows_desc, [row, depth], bar, rows_buffer.index(2 * stage))
-            tma.async_copy_global_to_shared(rows_desc, [row + HALF, depth], bar, rows_buffer.index(2 * stage + 1))
+            load_block(rows_desc, [row, depth], bar, rows_buffer.index(2 * stage))
+            load_block(rows_desc, [row + HALF, depth], bar, rows_buffer.index(2 * stage + 1))
             if TRANSPOSED:
-                tma.async_copy_global_to_shared(weights_desc, [expert, column, depth], bar, weights_buffer.index(stage))
+                load_block(weights_desc, [expert, column, depth], bar, weights_buffer.index(stage))
             else:
-                tma.async_copy_global_to_shared(weights_desc, [expert, depth, column], bar, weights_buffer.index(stage))
+                load_block(weights_desc, [expert, depth, column], bar, weights_buffer.index(stage))
             stage, phase = next_stage(stage, phase, STAGES)
     mark(trace_ptr, 2, 0, ENDED)
 
@@ -153,7 +161,7 @@ def _multiply_half(
                 tma.store_wait(pendings=BUFFERS - 1)
                 out.store(value.to(rows_desc.dtype))
                 fence_async_shared()
-                tma.async_copy_shared_to_global(out_desc, [row, column], out)
+                store_block(out_desc, [row, column], out)
     if out_desc is not None:
         tma.store_wait(pendings=0)
     mark(trace_ptr, SIDE, 0, ENDED)

@@ -6,12 +6,26 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-__all__ = ["ENDED", "descriptor", "mark", "next_stage", "stage_before"]
+__all__ = [
+    "ENDED",
+    "descriptor",
+    "load_block",
+    "load_elements",
+    "mark",
+    "next_stage",
+    "stage_before",
+    "store_block",
+]
 
 # What `mark` stores for a part that has done all.
 ENDED = gl.constexpr(-2)
+# Triton 3.9 has them by the first names only (the others are there, and raise), 3.6 by the second.
+load_block = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+store_block = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+load_elements = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float32: gl.float32}
 
 

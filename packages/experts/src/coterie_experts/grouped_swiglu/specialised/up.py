@@ -21,7 +21,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from coterie_experts.activation import Activation
-from coterie_experts.grouped_swiglu.specialised.ring import ENDED, descriptor, mark, next_stage, stage_before
+from coterie_experts.grouped_swiglu.specialised.ring import (
+    ENDED,
+    descriptor,
+    load_block,
+    load_elements,
+    mark,
+    next_stage,
+    stage_before,
+    store_block,
+)
 from coterie_experts.grouped_swiglu.triton_activation import fast_sigmoid, held_below, held_within
 from coterie_experts.grouped_swiglu.triton_layout import PaddedLayout
 from coterie_experts.grouped_swiglu.triton_tiles import Tile, place_of_tile
@@ -93,10 +102,10 @@ def _gather_operands(
             bar = ready.index(stage)
             mbarrier.expect(bar, weights_desc.block_type.nbytes)
             weights = weights_buffer.index(stage)
-            tma.async_copy_global_to_shared(weights_desc, [this_expert, 0, hidden, depth], bar, weights)
+            load_block(weights_desc, [this_expert, 0, hidden, depth], bar, weights)
             # What the mask leaves out becomes zeros.
-            async_copy.async_copy_global_to_shared(rows_buffer.index(2 * stage), upper_rows + depth, upper_mask)
-            async_copy.async_copy_global_to_shared(rows_buffer.index(2 * stage + 1), lower_rows + depth, lower_mask)
+            load_elements(rows_buffer.index(2 * stage), upper_rows + depth, upper_mask)
+            load_elements(rows_buffer.index(2 * stage + 1), lower_rows + depth, lower_mask)
             async_copy.mbarrier_arrive(bar, increment_count=False)
             stage, phase = next_stage(stage, phase, STAGES)
     mark(trace_ptr, 2, 0, ENDED)
@@ -132,7 +141,7 @@ def _send(desc, out_buffer, row, column, value, SIDE: gl.constexpr, NUMBER: gl.c
     out = out_buffer.index(SIDE * BUFFERS + NUMBER % BUFFERS)
     out.store(value.to(desc.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(desc, [row, column], out)
+    store_block(desc, [row, column], out)
 
 
 @gluon.jit
