@@ -20,6 +20,8 @@ __all__ = ["GroupedLinear", "install"]
 class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inp: Tensor, m_splits: list[int], save_original_input: bool, *weights: Tensor) -> Tensor:
+        # The kernels read the memory of a weight as if it had no gaps.
+        assert all(weight.is_contiguous() for weight in weights)
         parts = inp.split(m_splits)
         ctx.save_for_backward(*weights, *((inp,) if save_original_input else parts))
         ctx.m_splits, ctx.is_whole = m_splits, save_original_input

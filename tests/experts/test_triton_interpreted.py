@@ -37,7 +37,9 @@ def test_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "This GPU")
     assert obstacle() == "it needs compute capability 9, which This GPU has not"
-    assert obstacle(dtype=torch.float32) == "it runs torch.bfloat16 on cuda, not torch.float32"
+    assert obstacle(dtype=torch.float32) == (
+        "it runs torch.bfloat16 on cuda, not torch.float32; it needs compute capability 9, which This GPU has not"
+    )
     assert obstacle(device=torch.device("xpu")) == "device xpu is not cuda"
     assert "interpreter alone, for tests" in obstacle(device=CPU, dtype=torch.float32)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from coterie_experts.activation import Activation
 from coterie_experts.grouped_swiglu import reference
-from coterie_experts.grouped_swiglu.requirements import in_one_sentence, width_obstacle
+from coterie_experts.grouped_swiglu.requirements import in_one_sentence, whole, width_obstacle
 from coterie_experts.once import refuse_second_derivative
 
 __all__ = ["grouped_experts", "obstacle"]
@@ -66,6 +66,9 @@ def grouped_experts(
         return reference.grouped_experts(
             rows_RD, row_weights_R, offsets_e, up, down, activation=activation, up_bias=None, down_bias=None
         )
+
+    # It takes memory without gaps for granted and reads what is in them.
+    up, down = whole(up), whole(down)
 
     def output(x_RD: Tensor, weights_R: Tensor) -> Tensor:
         pre_RP = _linear(x_RD, up, counts)
