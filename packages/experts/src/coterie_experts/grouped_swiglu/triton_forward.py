@@ -212,7 +212,8 @@ def sum_rows_of_tokens(
     total = tl.zeros((COLUMNS,), dtype=tl.float32)
     for choice in tl.static_range(CHOICES):
         position = tl.load(position_ptr + token * CHOICES + choice).to(tl.int64)
-        row = tl.load(rows_ptr + position * num_columns + columns, mask=tl.where(position >= 0, inside, False), other=0.0)
+        is_here = inside & mask_of_all(position >= 0, inside)
+        row = tl.load(rows_ptr + position * num_columns + columns, mask=is_here, other=0.0)
         total += row.to(tl.float32)
     tl.store(out_ptr + token * out_stride + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
 

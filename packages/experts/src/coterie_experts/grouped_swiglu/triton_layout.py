@@ -107,8 +107,8 @@ def pad_rows(
 def mask_of_all(is_true, like):
     """Return a mask in the shape of ``like``, all of it ``is_true``, which is a number.
 
-    A mask that is a number, or a tensor ``&`` a number, would do for the compiler; the interpreter of Triton 3.9 has
-    integers then and refuses them. The latter is written ``tl.where(number, tensor, False)``.
+    For the compiler the number would do. In Triton's interpreter it becomes integers, also when it is combined with a
+    tensor, and as of Triton 3.9 these are refused as a mask.
     """
     return tl.where(is_true, tl.full(like.shape, True, tl.int1), False)
 
@@ -167,7 +167,7 @@ def _pad_rows(
     inside = tl.arange(0, BLOCK)
     padded = tile * BLOCK + inside
     row = begin + (tile - first_tile) * BLOCK + inside
-    is_row = tl.where(tile < total, row < end, False)
+    is_row = (row < end) & mask_of_all(tile < total, row)
     slot = row if slot_of_row_ptr is None else tl.load(slot_of_row_ptr + row, mask=is_row, other=0).to(tl.int32)
     weight = tl.load(weights_ptr + slot, mask=is_row, other=0.0)
     source = tl.where(is_row, slot // CHOICES, -1)

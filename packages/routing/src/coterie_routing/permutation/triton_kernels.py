@@ -3,9 +3,6 @@
 Products and sums are rounded for themselves (no fused multiply-add) and sums run in the order of the choices, so these
 kernels give the bits of the reference; only the sum over D in the gradient of a weight runs in another order. No two
 programs write to one place.
-
-Masks of tensor and number are `tl.where(number, tensor, False)`: with `&` they are integers in the interpreter of Triton
-3.9, which refuses them.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, untyped-decorator"
@@ -115,6 +112,16 @@ def _address(row, width, column):
 
 
 @triton.jit
+def _mask_of_all(is_true, like):
+    """Return a mask in the shape of `like`, all of it `is_true`, which is a number.
+
+    For the compiler the number would do. In Triton's interpreter it becomes integers, also when it is combined with a
+    tensor, and as of Triton 3.9 these are refused as a mask.
+    """
+    return tl.where(is_true, tl.full(like.shape, True, tl.int1), False)
+
+
+@triton.jit
 def _clear_rows_past_the_end(token, offsets_ptr, rows_ptr, width, num_experts, K: tl.constexpr, BLOCK: tl.constexpr):
     """Write zeros to those of the token's K rows [token*K, token*K + K) that no choice is in."""
     num_rows = tl.load(offsets_ptr + num_experts - 1)
@@ -124,7 +131,7 @@ def _clear_rows_past_the_end(token, offsets_ptr, rows_ptr, width, num_experts, K
             for start in range(0, width, BLOCK):
                 columns = start + tl.arange(0, BLOCK)
                 zeros = tl.zeros((BLOCK,), rows_ptr.dtype.element_ty)
-                mask = tl.where(row >= num_rows, columns < width, False)
+                mask = (columns < width) & _mask_of_all(row >= num_rows, columns)
                 tl.store(rows_ptr + _address(row, width, columns), zeros, mask=mask)
 
 
@@ -158,7 +165,7 @@ def _permute(
                 tl.store(
                     rows_ptr + _address(row, width, columns),
                     value,
-                    mask=tl.where(row >= 0, inside, False),
+                    mask=inside & _mask_of_all(row >= 0, inside),
                     eviction_policy="evict_first",
                 )
     _clear_rows_past_the_end(token, offsets_ptr, rows_ptr, width, num_experts, K, BLOCK)
@@ -175,7 +182,7 @@ def _unpermute(rows_ptr, weights_ptr, row_ptr, y_ptr, width, K: tl.constexpr, GR
             for offset in tl.static_range(GROUP):
                 choice = first + offset
                 row = tl.load(row_ptr + token * K + choice, mask=choice < K, other=-1)
-                is_here = tl.where(row >= 0, inside, False)
+                is_here = inside & _mask_of_all(row >= 0, inside)
                 value = tl.load(rows_ptr + _address(row, width, columns), mask=is_here, other=0)
                 term = value.to(tl.float32)
                 if weights_ptr is not None:

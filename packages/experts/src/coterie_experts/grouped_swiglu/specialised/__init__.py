@@ -19,7 +19,7 @@ __all__ = ["obstacle"]
 
 _MODULES = ("gradients", "products", "up")
 # Those that they have been compiled with.
-_TRITON = ("3.6", "3.7", "3.8")
+_TRITON = ("3.6", "3.7", "3.8", "3.9")
 
 
 def obstacle(device: torch.device) -> str | None:

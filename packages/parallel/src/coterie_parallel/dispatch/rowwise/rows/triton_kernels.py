@@ -2,9 +2,6 @@
 
 Put copies words of up to 8 bytes, whatever the dtype; get loads and adds elements. One program takes one token, or a
 piece of its row, so that put reads it once and get adds its K rows in k order. None of the kernels signals or waits.
-
-Masks of tensor and number are `tl.where(number, tensor, False)`: with `&` they are integers in the interpreter of Triton
-3.9, which refuses them.
 """
 
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, untyped-decorator, assignment"
@@ -137,6 +134,16 @@ def _address(rank_ptr, row_ptr, addresses_ptr, pair, capacity):
     return base, row, is_held
 
 
+@triton.jit
+def _mask_of_all(is_true, like):
+    """Return a mask in the shape of `like`, all of it `is_true`, which is a number.
+
+    For the compiler the number would do. In Triton's interpreter it becomes integers, also when it is combined with a
+    tensor, and as of Triton 3.9 these are refused as a mask.
+    """
+    return tl.where(is_true, tl.full(like.shape, True, tl.int1), False)
+
+
 @triton.jit(do_not_specialize=["capacity"])
 def _put_kernel(
     x_ptr,
@@ -166,12 +173,14 @@ def _put_kernel(
         # Base addresses are multiples of 256; the compiler cannot know, and would store word by word.
         rows_ptr = tl.multiple_of(base.to(x_ptr.dtype), 16)
         # Streaming: the buffers of all ranks are many times the cache.
-        tl.store(rows_ptr + row * WIDTH + words, x, mask=tl.where(is_held, is_inside, False), cache_modifier=".cs")
+        mask = is_inside & _mask_of_all(is_held, is_inside)
+        tl.store(rows_ptr + row * WIDTH + words, x, mask=mask, cache_modifier=".cs")
 
     if weights_ptr is not None:
         choices = tl.arange(0, CHOICES)
         pairs = token * K + choices
-        held_row = tl.load(row_ptr + pairs, mask=tl.where(piece == 0, choices < K, False), other=-1)
+        is_asked = (choices < K) & _mask_of_all(piece == 0, choices)
+        held_row = tl.load(row_ptr + pairs, mask=is_asked, other=-1)
         are_held = (held_row >= 0) & (held_row < capacity)
         ranks = tl.load(rank_ptr + pairs, mask=are_held, other=0)
         bases = tl.load(weights_addresses_ptr + ranks, mask=are_held, other=0)
@@ -224,7 +233,8 @@ def _get_kernel(
         base, row, is_held = _address(rank_ptr, row_ptr, addresses_ptr, token * K + k, capacity)
         rows_ptr = tl.multiple_of(base.to(y_ptr.dtype), 16)
         # A row that is not held adds +0, which changes no sum that began at +0.
-        y += tl.load(rows_ptr + row * WIDTH + columns, mask=tl.where(is_held, is_inside, False), other=0).to(SUM)
+        mask = is_inside & _mask_of_all(is_held, is_inside)
+        y += tl.load(rows_ptr + row * WIDTH + columns, mask=mask, other=0).to(SUM)
     tl.store(y_ptr + token * WIDTH + columns, y.to(y_ptr.dtype.element_ty), mask=is_inside)
 
 
