@@ -12,6 +12,12 @@ import triton.language as tl
 __all__ = ["copy_boxes", "copy_words", "get", "get_unallocated", "push"]
 
 
+@triton.jit
+def _mask_of_all(is_true, like):
+    """Return a mask in the shape of `like`, all of it `is_true`, a number, which Triton's interpreter would refuse."""
+    return tl.where(is_true, tl.full(like.shape, True, tl.int1), False)
+
+
 # The number of words is looked at: if it is a multiple of 16, accesses are as wide as they can be.
 @triton.jit(do_not_specialize=["source", "target"])
 def copy_words(source_addresses_ptr, source, target_addresses_ptr, target, num_words, BLOCK: tl.constexpr):
@@ -61,7 +67,7 @@ def push(
     words = tl.program_id(0) % PIECES * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(row_ptr + entry, mask=entry < num_entries, other=-1)
     slot = tl.load(slot_ptr + entry, mask=entry < num_entries, other=-1)
-    inside = (words < WIDTH) & (row >= 0) & (slot >= 0)
+    inside = (words < WIDTH) & _mask_of_all((row >= 0) & (slot >= 0), words)
     target_ptr = _block(addresses_ptr, peer, tl.int64)
     tl.store(target_ptr + slot * WIDTH + words, tl.load(rows_ptr + row * WIDTH + words, mask=inside), mask=inside)
 
@@ -111,16 +117,16 @@ def get(
         for k in tl.static_range(K):
             pair = token * K + k
             base, row, is_held = _place(rank_ptr, row_ptr, addresses_ptr, pair, capacity)
-            mask = is_inside & is_held & (tl.load(rank_ptr + pair) != own)
+            mask = is_inside & _mask_of_all(is_held & (tl.load(rank_ptr + pair) != own), is_inside)
             pointers = tl.multiple_of(base.to(y_ptr.dtype), 16) + row * WIDTH + columns
             remote += (tl.load(pointers, mask=mask, other=0, cache_modifier=CACHE, eviction_policy=EVICT),)
     y = tl.zeros((BLOCK,), tl.float32)
     for k in tl.static_range(K):
         pair = token * K + k
         base, row, is_held = _place(rank_ptr, row_ptr, addresses_ptr, pair, capacity)
-        mask = is_inside & is_held
+        mask = is_inside & _mask_of_all(is_held, is_inside)
         if REMOTE_FIRST:
-            mask = mask & (tl.load(rank_ptr + pair) == own)
+            mask = mask & _mask_of_all(tl.load(rank_ptr + pair) == own, is_inside)
         pointers = tl.multiple_of(base.to(y_ptr.dtype), 16) + row * WIDTH + columns
         x = tl.load(pointers, mask=mask, other=0, cache_modifier=CACHE, eviction_policy=EVICT)
         if REMOTE_FIRST:

@@ -54,6 +54,7 @@ def _sums_of_tiles(rows: Tensor, layout: PaddedLayout, block: int, bias: Tensor 
         ROWS=block,
         COLUMNS=columns,
         EVEN=width % columns == 0,
+        enable_fp_fusion=True,
     )
     return sums_MU, dots_P
 

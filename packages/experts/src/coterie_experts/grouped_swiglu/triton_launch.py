@@ -7,6 +7,7 @@ else to the plain one; both give the same bits.
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-call"
 
 import threading
+from typing import Any
 
 import torch
 import triton
@@ -44,8 +45,8 @@ __all__ = [
     "weight_gradient",
 ]
 
-# Of a program of a plain matrix kernel.
-_WARPS = 8
+# Of a plain matrix kernel. Products and sums are fused, which is part of the bits and no default as of Triton 3.10.
+_OPTIONS: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": True}
 # Of each thread, the devices whose context it has.
 _threads = threading.local()
 
@@ -108,7 +109,7 @@ def pre_and_activation(
         BAND=tile.band,
         EVEN=d_model % tile.depth == 0,
         **_constants(activation),
-        num_warps=_WARPS,
+        **_OPTIONS,
         num_stages=tile.num_stages,
     )
     return product_PU, activation_PH
@@ -248,7 +249,7 @@ def _multiply(
         TRANSPOSED=transposed,
         SCATTER=targets is not None,
         FLATTEN=tile.flatten,
-        num_warps=_WARPS,
+        **_OPTIONS,
         num_stages=tile.num_stages,
     )
 
@@ -332,7 +333,7 @@ def hidden_gradients(
         EVEN_HIDDEN=d_hidden % tile.columns == 0,
         PARTS=_parts(tile, activation, bias),
         **_constants(activation),
-        num_warps=_WARPS,
+        **_OPTIONS,
         num_stages=tile.num_stages,
     )
     return grad_pre_PU, activation_PH, dots_P
@@ -411,7 +412,7 @@ def weight_gradient(
         "TRANSPOSED": transposed,
         "ACCUMULATE": main_grad is not None,
         "EVEN": gathered_width % tile.rows == 0,
-        "num_warps": _WARPS,
+        **_OPTIONS,
     }
     # The device decides by the load which of the two does the work; the other ends at once.
     grad_of_weights_in_turn[(num_programs,)](

@@ -28,5 +28,5 @@ def sum_of_squares(values: Tensor) -> Tensor:
     """Return the sum of the squares of an fp32 tensor, an fp64 scalar; contiguous, at least one element."""
     num_sums = triton.cdiv(values.numel(), _BLOCK * _STEPS)
     sums = torch.empty(num_sums, dtype=torch.float64, device=values.device)
-    _squares[(num_sums,)](values, sums, values.numel(), BLOCK=_BLOCK, STEPS=_STEPS, num_warps=8)
+    _squares[(num_sums,)](values, sums, values.numel(), BLOCK=_BLOCK, STEPS=_STEPS, num_warps=8, enable_fp_fusion=True)
     return sums.sum()

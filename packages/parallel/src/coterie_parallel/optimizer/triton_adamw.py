@@ -105,4 +105,5 @@ def adamw_(
             eps,
             BLOCK=_BLOCK,
             num_warps=8,
+            enable_fp_fusion=True,
         )

@@ -182,6 +182,7 @@ class FusedRoute(torch.autograd.Function):
                 BLOCK_E=block_e,
                 BLOCK_K=_block_k(ctx.options.top_k),
                 num_warps=4,
+                enable_fp_fusion=True,
             )
         grad_x_TD = None
         if needs_x:
@@ -315,6 +316,7 @@ def _weight_grad(x_TD: Tensor, grad_logits_TPE: Tensor, is_real_T: Tensor | None
         BLOCK_E=block_e,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        enable_fp_fusion=True,
     )
     grad_weight_ED = torch.empty_like(weight_ED)
     num_weights = weight_ED.numel()

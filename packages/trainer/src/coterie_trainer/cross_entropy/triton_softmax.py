@@ -33,6 +33,7 @@ def losses_and_gradients(logits_CV: Tensor, targets_C: Tensor, losses_C: Tensor,
             WITH_GRADIENTS=with_gradients,
             BLOCK=block,
             num_warps=max(1, min(16, block // 512)),
+            enable_fp_fusion=True,
         )
 
 

@@ -412,5 +412,6 @@ def weight_gradient(
         warmup=warmup,
         num_warps=4,
         maxnreg=168,
+        enable_fp_fusion=True,
     )
     return out if main_grad is None else None

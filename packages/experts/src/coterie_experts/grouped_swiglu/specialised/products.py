@@ -307,4 +307,5 @@ def multiply(
         warmup=warmup,
         num_warps=4,
         maxnreg=168,
+        enable_fp_fusion=True,
     )

@@ -360,5 +360,6 @@ def pre_and_activation(
         warmup=warmup,
         num_warps=4,
         maxnreg=168,
+        enable_fp_fusion=True,
     )
     return product_PU, activation_PH
