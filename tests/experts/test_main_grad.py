@@ -69,6 +69,15 @@ def test_wrong_main_grad_is_refused(wrong: torch.Tensor) -> None:
         run(experts, 1)
 
 
+def test_all_wrong_main_grads_in_one_report() -> None:
+    experts = build("torch")
+    experts.gate_up.main_grad = torch.zeros(())
+    experts.down.main_grad = torch.zeros(()).expand(experts.down.shape)
+    text = r"(?s)^gate_up: main_grad must be float32 of shape .*\ndown: main_grad is expanded, strides \(0, 0, 0\)"
+    with pytest.raises(ValueError, match=text):
+        run(experts, 1)
+
+
 def test_main_grad_on_another_device_is_refused() -> None:
     experts = build("torch")
     experts.down.main_grad = torch.zeros(experts.down.shape, device="meta")

@@ -7,7 +7,14 @@ from torch import Tensor
 
 from coterie_experts.once import captured_inputs, refuse_second_derivative
 
-__all__ = ["add_gradient", "check_main_grad", "into_main_grad", "kernel_main_grad", "split_main_grad"]
+__all__ = [
+    "add_gradient",
+    "check_main_grad",
+    "into_main_grad",
+    "kernel_main_grad",
+    "main_grad_problem",
+    "split_main_grad",
+]
 
 
 def into_main_grad(parameter: Tensor) -> Tensor:
@@ -16,7 +23,7 @@ def into_main_grad(parameter: Tensor) -> Tensor:
     Then ``parameter.grad`` stays None. Without a ``main_grad`` the parameter itself comes back.
 
     Raises:
-        ValueError: ``main_grad`` is not float32 (or wider) of the parameter's shape.
+        ValueError: ``main_grad`` has not the shape and the device of the parameter, is not float32, or is expanded.
     """
     main_grad = check_main_grad(parameter)
     if main_grad is None:
@@ -77,19 +84,28 @@ def check_main_grad(parameter: Tensor) -> Tensor | None:
     Raises:
         ValueError: as ``into_main_grad``.
     """
+    problem = main_grad_problem(parameter)
+    if problem is not None:
+        raise ValueError(problem)
+    main_grad: Tensor | None = getattr(parameter, "main_grad", None)
+    return main_grad
+
+
+def main_grad_problem(parameter: Tensor) -> str | None:
+    """Return why nothing can be added to the ``main_grad`` of a parameter, or None if it can or there is none."""
     main_grad: Tensor | None = getattr(parameter, "main_grad", None)
     if main_grad is None:
         return None
     if main_grad.shape != parameter.shape or main_grad.dtype not in (torch.float32, torch.float64):
-        raise ValueError(
+        return (
             f"main_grad must be float32 of shape {tuple(parameter.shape)}, "
             f"but is {main_grad.dtype} of shape {tuple(main_grad.shape)}"
         )
     if main_grad.device != parameter.device:
-        raise ValueError(
-            f"main_grad is on {main_grad.device} but its parameter is on {parameter.device}; move it there"
-        )
-    return main_grad
+        return f"main_grad is on {main_grad.device} but its parameter is on {parameter.device}; move it there"
+    if any(stride == 0 and size > 1 for stride, size in zip(main_grad.stride(), main_grad.shape, strict=True)):
+        return f"main_grad is expanded, strides {main_grad.stride()}: give it memory for each number"
+    return None
 
 
 class _IntoMainGrad(torch.autograd.Function):

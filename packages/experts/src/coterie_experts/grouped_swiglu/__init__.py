@@ -19,7 +19,7 @@ from coterie_experts.grouped_swiglu import quack_native, reference, te_native, t
 from coterie_experts.grouped_swiglu.choice import BackendChoice, choose_backend
 from coterie_experts.grouped_swiglu.replayed import with_deferred_weights
 from coterie_experts.grouped_swiglu.requirements import whole
-from coterie_experts.main_grad import into_main_grad, split_main_grad
+from coterie_experts.main_grad import into_main_grad, main_grad_problem, split_main_grad
 from coterie_experts.tables import TileTable
 
 __all__ = [
@@ -267,6 +267,9 @@ def _tensor_problems(rows: Tensor, others: dict[str, Tensor]) -> list[str]:
         if tensor.device != rows.device:
             advice = _GIVE_MEMORY if tensor.is_meta and name not in dtypes else "move it there"
             found.append(f"{name} is on {tensor.device} but the rows are on {rows.device}; {advice}")
+        problem = main_grad_problem(tensor)
+        if problem is not None:
+            found.append(f"{name}: {problem}")
     return found
 
 
