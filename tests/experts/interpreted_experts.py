@@ -199,6 +199,9 @@ def test_offsets_that_do_not_fit_leave_other_memory_alone(offsets: list[int]) ->
     assert ((layout.slot_P >= -1) & (layout.slot_P < num_rows)).all()
     _, first_rows, counts = layout.segments_e3.T
     assert (counts >= 0).all()
+    if offsets[-1] >= num_rows:
+        assert sorted(one for one in layout.slot_P.tolist() if one >= 0) == list(range(num_rows))
+        assert counts.sum() == num_rows
     assert (first_rows[counts > 0] + counts[counts > 0] <= layout.num_padded).all()
 
 

@@ -255,6 +255,8 @@ def test_initialisation_depends_on_seed_and_name_and_has_the_width_asked_for() -
 
 def test_the_start_depends_on_no_default_of_torch() -> None:
     expected = GroupedExperts(config())
+    assert expected.down.any()
+    assert expected.gate_up.any()
     try:
         torch.set_default_dtype(torch.float64)
         found = [GroupedExperts(config(), dtype=torch.float32)]
