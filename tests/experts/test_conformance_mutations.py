@@ -1,10 +1,12 @@
 """A back-end that is broken on purpose, in one way after another: the conformance suite names each of them."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from coterie_experts import deferred, main_grad
 from coterie_experts.conformance import CASES, conformance_problems
 from coterie_experts.grouped_swiglu import reference, torch_native
@@ -82,10 +84,26 @@ def other_inference(ctx: Any, *given: Any) -> Tensor:
     return y if given[UP].requires_grad else 2 * y
 
 
-def without_nan_alone(tensor: Tensor, mask: Tensor | None) -> None:
-    """Clear rows, but not of infinities."""
-    if mask is not None:
-        tensor.masked_fill_(mask.view(-1, *[1] * (tensor.dim() - 1)) & ~tensor.isinf(), 0)
+def unwritten(value: float) -> Break:
+    """Let rows past the end of a grouped product, memory that nobody writes, hold a value instead of what was there."""
+    product = F.grouped_mm
+
+    def grouped_mm(left: Tensor, right: Tensor, *, offs: Tensor) -> Tensor:
+        out = product(left, right, offs=offs)
+        if out.dim() == 2:
+            out[int(offs[-1]) :] = value
+        return out
+
+    return setting(F, "grouped_mm", grouped_mm)
+
+
+def clear_nan_alone(patch: pytest.MonkeyPatch) -> None:
+    def clear_rows(tensor: Tensor, mask: Tensor | None) -> None:
+        if mask is not None:
+            tensor.masked_fill_(mask.view(-1, *[1] * (tensor.dim() - 1)) & ~tensor.isinf(), 0)
+
+    patch.setattr(torch_native, "_clear_rows", clear_rows)
+    unwritten(math.inf)(patch)
 
 
 def overwrite_main_grad(ctx: Any, grad: Tensor) -> tuple[None, None]:
@@ -152,7 +170,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
         "uses: rows frozen: row_weights is off",
     ),
     "no gradients": (forward(other_inference), "uses: all frozen: y is off"),
-    "infinities in padding": (setting(torch_native, "_clear_rows", without_nan_alone), "past_the_end: "),
+    "infinities in padding": (clear_nan_alone, "past_the_end: values: y is off"),
     "a weight of zero": (backward(without_weights_of_zero), "signed: values: row_weights is off"),
     "a second micro-batch": (
         setting(main_grad._IntoMainGrad, "backward", staticmethod(overwrite_main_grad)),
@@ -171,6 +189,12 @@ def test_the_suite_finds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     broken(monkeypatch)
     found = conformance_problems("torch", repeats=1)
     assert any(one.startswith(sentence) for one in found), "\n".join(found)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38])
+def test_memory_that_nobody_wrote_does_not_matter(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    unwritten(value)(monkeypatch)
+    assert conformance_problems("torch", repeats=1) == []
 
 
 class Detached(torch.autograd.Function):
