@@ -30,6 +30,8 @@ HUB_FOLDERS = [HUB, "export", "support", "conformance", "stories", "packaging"]
 # The machine's own settings must not leak into a test: byte code is kept (an import of torch takes half the time),
 # and each of several processes uses one thread.
 TEST_ENVIRONMENT = {"PYTHONDONTWRITEBYTECODE": None, "PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"}
+# Memory that nobody wrote holds 0x7f in every byte (with glibc), as a float 3.4e38, instead of zeros by luck.
+SEEN_IF_UNWRITTEN = {"MALLOC_PERTURB_": "128"}
 # Each process keeps the tests of a file together, with what they share, until it has none left and takes over others'.
 IN_PROCESSES = ["-n", "auto", "--maxprocesses", "4", "--dist", "worksteal"]
 SHORT = ["export"]  # a second process must import torch before it helps
@@ -71,7 +73,7 @@ def tests(session: nox.Session, package: str) -> None:
 def layouts(session: nox.Session) -> None:
     """Layout invariance: steps of small models in many layouts, on up to 8 processes, against one process."""
     session.install(*editable(*PACKAGES), "--group", "test")
-    session.run("pytest", "tests/layouts", *session.posargs, env=TEST_ENVIRONMENT)
+    session.run("pytest", "tests/layouts", *session.posargs, env=TEST_ENVIRONMENT | SEEN_IF_UNWRITTEN)
 
 
 @nox.session(reuse_venv=True, default=False)
@@ -165,7 +167,7 @@ def run_tests(session: nox.Session, package: str, arguments: list[str]) -> None:
     folders = HUB_FOLDERS if package == HUB else [package]
     present = [f"tests/{folder}" for folder in folders if (ROOT / "tests" / folder).is_dir()]
     processes = [] if package in SHORT else IN_PROCESSES
-    session.run("pytest", *processes, *present, *arguments, env=TEST_ENVIRONMENT)
+    session.run("pytest", *processes, *present, *arguments, env=TEST_ENVIRONMENT | SEEN_IF_UNWRITTEN)
 
 
 def run_benchmarks(session: nox.Session, package: str, arguments: list[str]) -> None:
