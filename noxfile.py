@@ -114,7 +114,7 @@ def minimums(session: nox.Session, package: str) -> None:
     with tempfile.TemporaryDirectory() as outside, session.chdir(outside):
         session.install("--resolution=lowest-direct", *editable(*local_packages(package)))
         session.install("--group", f"{ROOT}/pyproject.toml:test")
-    session.run("pytest", f"tests/{package}", *session.posargs, env=TEST_ENVIRONMENT)
+    session.run("pytest", f"tests/{package}", *session.posargs, env=TEST_ENVIRONMENT | SEEN_IF_UNWRITTEN)
 
 
 @nox.session(reuse_venv=True, default=False)

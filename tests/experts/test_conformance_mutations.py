@@ -170,7 +170,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
         "uses: rows frozen: row_weights is off",
     ),
     "no gradients": (forward(other_inference), "uses: all frozen: y is off"),
-    "infinities in padding": (clear_nan_alone, "past_the_end: values: y is off"),
+    "infinities in memory that nobody wrote": (clear_nan_alone, "past_the_end: values: y is off"),
     "a weight of zero": (backward(without_weights_of_zero), "signed: values: row_weights is off"),
     "a second micro-batch": (
         setting(main_grad._IntoMainGrad, "backward", staticmethod(overwrite_main_grad)),

@@ -100,7 +100,7 @@ def test_reference_refuses_mixed_derivatives_of_rows_of_weight_zero(wanted: str)
 
 
 # Of torch itself, which loads formulas of forward mode with it.
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_forward_mode_of_a_weight_of_zero_is_that_of_the_backward_pass() -> None:
     experts, x, ids, weights = layer_and_tokens("reference")
     with torch.no_grad():

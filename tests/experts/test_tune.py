@@ -182,16 +182,19 @@ def test_candidates_begin_with_the_built_in_tile() -> None:
             assert TileTable(capability="", dtype="", tiles={"wide-small-few": {kernel: change}}).problems() == []
 
 
-def _end_this_process(*job: object) -> None:
+def _end_this_process(size: object, kernel: str, note: Path) -> None:
+    note.touch()
     os._exit(1)
 
 
-def test_a_compiler_that_dies_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_dies_ends_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tune_timing, "_compile", _end_this_process)
     monkeypatch.setattr(tune_timing, "_COMPILERS", 1)
     timer = tune_timing.DeviceTimer.__new__(tune_timing.DeviceTimer)
-    for _ in range(2):
-        timer.prepare(SIZES[0], {"up": candidates("up")}, within_s=60)
+    for note in (tmp_path / "first", tmp_path / "second"):
+        # In the place of a change of the tile.
+        timer.prepare(SIZES[0], {"up": [note] * 3}, within_s=60)
+        assert note.exists(), "no compiler was started"
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,8 @@
 
 What ``grouped_mm`` needs (torch 2.14.1): float32, bfloat16 or float16 on a CPU, bfloat16 on a GPU; int32 offsets;
 operands that begin at a multiple of 16 bytes, their slow strides such multiples too, without gaps between experts; no
-expanded strides (a gradient of ``sum()`` has them). It gives: a weight gradient of
-an empty group that is zero; rows past the last offset are not read, and their output is memory that nobody wrote.
+expanded strides (a gradient of ``sum()`` has them). It gives: a weight gradient of an empty group that is zero; rows
+past the last offset are not read, and their output is memory that nobody wrote.
 """
 
 from collections.abc import Sequence

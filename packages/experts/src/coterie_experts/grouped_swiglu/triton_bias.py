@@ -17,30 +17,34 @@ from coterie_experts.grouped_swiglu.triton_layout import PaddedLayout
 __all__ = ["bias_gradient", "bias_sums_and_dots", "column_sums", "sums_of_experts", "sums_of_tiles"]
 
 
-def bias_sums_and_dots(
-    grad_y_SD: Tensor, bias: Tensor, layout: PaddedLayout, block: int
-) -> tuple[Tensor, Tensor | None]:
+def bias_sums_and_dots(grad_y_SD: Tensor, bias: Tensor, layout: PaddedLayout, block: int) -> tuple[Tensor, Tensor]:
     """Return, for the bias of ``down`` (e, D), its gradient by row tile (M, D) and what it adds to the row weights'.
 
     The latter are the dot products of the output's gradient and the bias, (P, column tiles), to be added up by row.
     """
-    return _sums_of_tiles(grad_y_SD, layout, block, bias)
+    num_column_tiles = triton.cdiv(grad_y_SD.shape[1], _columns_of_tile(grad_y_SD))
+    dots_P = torch.empty(layout.num_padded, num_column_tiles, dtype=torch.float32, device=grad_y_SD.device)
+    return _sums_of_tiles(grad_y_SD, layout, block, bias, dots_P), dots_P
 
 
 def column_sums(rows_PU: Tensor, layout: PaddedLayout, block: int) -> Tensor:
     """Return the sums of the columns of each row tile, (M, U), float32."""
-    return _sums_of_tiles(rows_PU, layout, block, None)[0]
+    return _sums_of_tiles(rows_PU, layout, block, None, None)
 
 
-def _sums_of_tiles(rows: Tensor, layout: PaddedLayout, block: int, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    width, num_tiles = rows.shape[1], layout.expert_M.shape[0]
+def _columns_of_tile(rows: Tensor) -> int:
     # Under the interpreter so few that a test has several tiles, with a remainder.
-    columns = 128 if rows.device.type != "cpu" else 32
-    num_column_tiles = triton.cdiv(width, columns)
+    return 128 if rows.device.type != "cpu" else 32
+
+
+def _sums_of_tiles(
+    rows: Tensor, layout: PaddedLayout, block: int, bias: Tensor | None, dots_P: Tensor | None
+) -> Tensor:
+    width, num_tiles = rows.shape[1], layout.expert_M.shape[0]
+    columns = _columns_of_tile(rows)
     sums_MU = torch.empty(num_tiles, width, dtype=torch.float32, device=rows.device)
     source, weight, expert = (None,) * 3 if bias is None else (layout.source_P, layout.weight_P, layout.expert_M)
-    dots_P = None if bias is None else sums_MU.new_empty(layout.num_padded, num_column_tiles)
-    sums_of_tiles[(num_tiles, num_column_tiles)](
+    sums_of_tiles[(num_tiles, triton.cdiv(width, columns))](
         rows,
         rows.stride(0),
         source,
@@ -56,7 +60,7 @@ def _sums_of_tiles(rows: Tensor, layout: PaddedLayout, block: int, bias: Tensor 
         EVEN=width % columns == 0,
         enable_fp_fusion=True,
     )
-    return sums_MU, dots_P
+    return sums_MU
 
 
 def bias_gradient(
