@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from coterie_parallel import ParallelConfig, Stages, make_stages, stage_problems
+from coterie_parallel.pipeline import stages as stages_module
 from coterie_parallel.pipeline.ideal import ideal_bubble, most_in_flight
-from coterie_parallel.pipeline.stages import SCHEDULES, num_stages_per_rank, spread_layers
+from coterie_parallel.pipeline.stages import SCHEDULES, micro_batch_problems, num_stages_per_rank, spread_layers
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules
@@ -246,8 +247,13 @@ REFUSED = [
 
 @pytest.mark.parametrize(("settings", "num_layers", "num_micro_batches", "expected"), REFUSED)
 def test_what_can_not_run_is_refused_with_what_would(
-    settings: dict[str, Any], num_layers: int, num_micro_batches: int, expected: list[str]
+    settings: dict[str, Any],
+    num_layers: int,
+    num_micro_batches: int,
+    expected: list[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(stages_module, "_GPIPE_TAKES_FEW", True)
     config = ParallelConfig(**settings)
     assert stage_problems(config, num_layers=num_layers, num_micro_batches=num_micro_batches) == expected
     of_layers = stage_problems(config, num_layers=num_layers)
@@ -257,7 +263,16 @@ def test_what_can_not_run_is_refused_with_what_would(
         assert str(raised.value).splitlines() == of_layers
 
 
-# Older ones have other names for the passes, and refuse fewer micro-batches than stages for "gpipe" too.
+def test_gpipe_of_torch_2_10_wants_as_many_micro_batches_as_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages_module, "_GPIPE_TAKES_FEW", False)
+    text = "micro-batches of a rank in a step (1) must be at least 2, the number of stages, with pipeline_schedule "
+    for name, other in (("gpipe", "torch 2.11"), ("1f1b", '"gpipe" of torch 2.11'), ("dualpipev", '"zbv"')):
+        assert micro_batch_problems(name, 2, 2, 2) == []
+        assert micro_batch_problems(name, 2, 2, 1) == [f'{text}("{name}"); or use {other}, which takes any number']
+    assert micro_batch_problems("zbv", 2, 4, 1) == []
+
+
+# Older ones have other names for the passes.
 reads_torch = pytest.mark.skipif(torch.__version__ < (2, 14), reason="reads the tables of torch 2.14")
 
 

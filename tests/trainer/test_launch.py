@@ -351,7 +351,10 @@ def test_local_ranks_meet_without_a_port(tmp_path):
     )
     command = [sys.executable, "-c", parent, str(tmp_path / "rank.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "sum 3.0 of 2 ranks\n", "")
+    assert (done.returncode, done.stderr) == (0, "")
+    # Before it Gloo may say who met whom (torch 2.10).
+    assert done.stdout.splitlines()[-1:] == ["sum 3.0 of 2 ranks"]
+    assert done.stdout.count("sum") == 1
 
 
 def test_a_port_in_use_is_named(monkeypatch):

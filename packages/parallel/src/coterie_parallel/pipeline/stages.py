@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from torch.torch_version import TorchVersion
+from torch.version import __version__ as torch_version
+
 if TYPE_CHECKING:
     from coterie_parallel.plan import ParallelConfig
 
@@ -19,6 +22,9 @@ __all__ = [
     "spread_layers",
     "stage_problems",
 ]
+
+# Torch 2.10 refuses fewer micro-batches than stages.
+_GPIPE_TAKES_FEW = TorchVersion(torch_version) >= "2.11"
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zbv", "dualpipev"]
 
@@ -238,10 +244,12 @@ def micro_batch_problems(schedule: str, num_ranks: int, num_stages: int, num_mic
     )
     if num_micro_batches < 1:
         return [text.format("at least 1", "the least that would work")]
-    if schedule in ("1f1b", "dualpipev") and num_micro_batches < num_stages:
-        other = "gpipe" if schedule == "1f1b" else "zbv"
+    others = {"1f1b": '"gpipe"', "dualpipev": '"zbv"'}
+    if not _GPIPE_TAKES_FEW:
+        others |= {"1f1b": '"gpipe" of torch 2.11', "gpipe": "torch 2.11"}
+    if schedule in others and num_micro_batches < num_stages:
         fits = f"at least {num_stages}, the number of stages,"
-        return [text.format(fits, f'or use "{other}", which takes any number')]
+        return [text.format(fits, f"or use {others[schedule]}, which takes any number")]
     if schedule == "interleaved_1f1b" and not _goes_round(num_micro_batches, num_ranks):
         below = next(number for number in range(num_micro_batches, 0, -1) if _goes_round(number, num_ranks))
         above = next(
