@@ -217,7 +217,7 @@ ONE_FAULT = [
         'parallel.layers_per_stage must be a list of values, each a whole number, not "1',
     ),
     (
-        "parallel.pipeline=2 parallel.pipeline_schedule=gpipe parallel.layers_per_stage=[2,1]",
+        "parallel.pipeline=2 train.sequences_per_step=64 parallel.layers_per_stage=[2,1]",
         "parallel: layers_per_stage (2, 1) adds up to 3, and num_layers is 2",
     ),
     (
@@ -225,7 +225,7 @@ ONE_FAULT = [
         "in a step (1 = sequences_per_step (16) / (data (8) x sequences_per_micro_batch (2))) must be at least 2, the ",
     ),
     (
-        "parallel.pipeline=4 parallel.pipeline_schedule=gpipe",
+        "parallel.pipeline=4 train.sequences_per_step=64",
         "(2) must be at least the number of stages (4) = pipeline (4) x stages_per_rank (1); largest pipeline: 2",
     ),
     (
@@ -380,7 +380,7 @@ def test_the_smallest_world(minimal, overrides, expected):
 
 
 def test_layers_of_each_stage_are_read_and_kept(minimal):
-    settings = ["parallel.pipeline=2", "parallel.pipeline_schedule=gpipe", "parallel.layers_per_stage=[0, 2]"]
+    settings = ["parallel.pipeline=2", "train.sequences_per_step=64", "parallel.layers_per_stage=[0, 2]"]
     config = load_config(minimal, settings)
     assert config.parallel.layers_per_stage == (0, 2)
     assert config_from_dict(json.loads(json.dumps(config_to_dict(config)))) == config
